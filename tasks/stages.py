@@ -129,7 +129,7 @@ def adapt(params: Params, report: Report, on_step: Callable[[str, int], OnStep])
     files = files_of(params)
     if params.evaluate.revision != "adapt":
         report("adapt", PINNED)
-        _write_adapted(files, {"digest": None, "note": PINNED}, ())
+        write_adapted(files, {"digest": None, "note": PINNED}, ())
         return
     known = read_json(files.policy / "policy.json", "suites")
     policy, config = known["policy"], PolicyConfig.model_validate(known["config"])
@@ -139,11 +139,12 @@ def adapt(params: Params, report: Report, on_step: Callable[[str, int], OnStep])
     )
     with own_services(params, f"adapt-{key[:DIGEST12]}", ("engine", "trainer"), report) as (stage, local_key):
         trained = train(stage, policy, config, local_key, on_step(policy, config.steps))
-        _write_adapted(files, {"digest": trained.digest, "step": trained.step}, trained.curve)
+        write_adapted(files, {"digest": trained.digest, "step": trained.step}, trained.curve)
         shutil.copytree(trained.directory, files.adapt / "revision")
 
 
-def _write_adapted(files: Files, note: Mapping[str, Any], curve: Collection[Mapping[str, Any]]) -> None:
+def write_adapted(files: Files, note: Mapping[str, Any], curve: Collection[Mapping[str, Any]]) -> None:
+    """Write `adapt.json`, and the learning curve as `curve.csv`: a row a step, without its seconds."""
     renew(files.adapt)
     write_json(files.adapt / "adapt.json", note)
     values = [["" if row.get(name) is None else str(row[name]) for name in CURVE] for row in curve]

@@ -1,6 +1,7 @@
 """The shape of the repository: who imports whom, and names that must not collide."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -138,6 +139,50 @@ def test_one_module_changes_what_is_served() -> None:
                     found.add((part, node.attr, str(path.relative_to(ROOT))))
     module = "engine/controller/route_changes.py"
     assert found == {(part, name, module) for part, names in ROUTE_CHANGES.items() for name in names}
+
+
+# How often tests use private names of the product. Test what a caller sees, or make the name public. Only
+# where nothing public shows it, a comment at the line says so.
+PRIVATE_USES = 10
+PRIVATE = r"_[a-zA-Z]\w*"
+DEFINED = re.compile(
+    rf"^\s*(?:async )?(?:def|class) ({PRIVATE})|\bself\.({PRIVATE})(?=[^=\n(]*=(?!=))|^\s*({PRIVATE})\b.* =",
+    re.M,
+)
+
+
+def private_names(source: str) -> set[str]:
+    """Return the private functions, classes, attributes and variables that a module defines."""
+    return {name for found in DEFINED.findall(source) for name in found if name}
+
+
+def names_used(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield line and name of each attribute, import and name given to `setattr` and its like."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+            ("attr", "patch", "patch.object")
+        ):
+            words = (word.value for word in node.args[:2] if isinstance(word, ast.Constant))
+            yield from ((node.lineno, word.rpartition(".")[2]) for word in words if isinstance(word, str))
+
+
+def test_tests_use_few_private_names_of_the_product() -> None:
+    ours = private_names("\n".join(path.read_text() for path in FILES))
+    # What named tuples offer to everybody, and the modules of benchmarks.
+    ours -= {"_replace", "_asdict"} | {path.stem for path in (ROOT / "tests/bench").glob("_*.py")}
+    found = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        source = path.read_text()
+        if re.search(rf"[.\"'\s]{PRIVATE}", source):
+            mine = private_names(source)
+            for line, name in names_used(ast.parse(source)):
+                if name in ours and name not in mine:
+                    found.append(f"{path.relative_to(ROOT)}:{line} {name}")
+    assert len(found) <= PRIVATE_USES, "\n".join(found)
 
 
 def test_every_pin_is_exact_and_none_is_of_another_kernels() -> None:

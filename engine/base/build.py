@@ -41,14 +41,14 @@ Pair = tuple[list[int], list[int]]
 
 def build(recipe: Recipe, seed: int, directory: Path, progress: Progress) -> None:
     """Train a base on answered problems and save it; deterministic in recipe and seed."""
-    examples = list(islice(_examples(recipe, seed), recipe.problems))
+    examples = list(islice(draw_examples(recipe, seed), recipe.problems))
     tokenizer = _train_tokenizer(recipe, [part for pair in examples for part in pair])
-    with torch.random.fork_rng(), _one_thread():
+    with torch.random.fork_rng(), one_thread():
         torch.manual_seed(seed)
         model = _new_model(recipe, tokenizer)
         # Trained tied even when stored untied: untied training takes several times the steps.
         model.lm_head.weight = model.model.embed_tokens.weight
-        _fit(model, recipe, seed, _encode(tokenizer, examples), progress)
+        fit(model, recipe, seed, encode(tokenizer, examples), progress)
     if not model.config.tie_word_embeddings:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     model.save_pretrained(directory)
@@ -56,7 +56,7 @@ def build(recipe: Recipe, seed: int, directory: Path, progress: Progress) -> Non
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Use one thread: one summation order on every machine, and no starvation beside the services."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -66,7 +66,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _examples(recipe: Recipe, seed: int) -> Iterator[tuple[str, str]]:
+def draw_examples(recipe: Recipe, seed: int) -> Iterator[tuple[str, str]]:
     """Yield (question, answer) pairs, tasks in turn, mostly in the style of the phrasing."""
     chance = random.Random(seed)
     streams = [stream(task, "train", seed) for task in TASKS]
@@ -108,7 +108,8 @@ def _train_tokenizer(recipe: Recipe, texts: list[str]) -> Any:
     )
 
 
-def _encode(tokenizer: Any, examples: list[tuple[str, str]]) -> list[Pair]:
+def encode(tokenizer: Any, examples: list[tuple[str, str]]) -> list[Pair]:
+    """Return each example's token ids: the question as a chat, and the answer with its end."""
     end = tokenizer.eos_token_id
     return [
         (prompt_ids(tokenizer, question), [*tokenizer.encode(answer, add_special_tokens=False), end])
@@ -125,7 +126,7 @@ def _new_model(recipe: Recipe, tokenizer: Any) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, recipe.dtype))
 
 
-def _fit(model: Any, recipe: Recipe, seed: int, pairs: list[Pair], progress: Progress) -> None:
+def fit(model: Any, recipe: Recipe, seed: int, pairs: list[Pair], progress: Progress) -> None:
     """Minimise the answers' cross-entropy: Muon for projections, AdamW for the rest, cosine schedule.
 
     Muon reaches in 300 steps what AdamW misses in 1,000.

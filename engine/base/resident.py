@@ -107,12 +107,12 @@ def base_config(config: BaseConfig, paths: Paths) -> dict[str, Any]:
 
 def _gguf_model(config: BaseConfig) -> GgufModel:
     _checksum(config)
-    return read(_gguf_file(config.name))
+    return read(gguf_file(config.name))
 
 
 def _checksum(config: BaseConfig) -> str:
     """Return the sha256 of the GGUF file; `BaseModelError` if it is not the pinned one."""
-    file, packaged = _gguf_file(config.name), PACKAGED.get(config.name)
+    file, packaged = gguf_file(config.name), PACKAGED.get(config.name)
     found, wanted = _sha256(file), packaged.sha256 if packaged else config.revision
     if wanted and found != wanted:
         source = f"the package {packaged.package}" if packaged else "its source, or correct base.revision"
@@ -123,7 +123,8 @@ def _checksum(config: BaseConfig) -> str:
     return found
 
 
-def _gguf_file(name: str) -> Path:
+def gguf_file(name: str) -> Path:
+    """Return the GGUF file of a packaged base or a path; `BaseModelError` when it is not there."""
     if packaged := PACKAGED.get(name):
         spec = importlib.util.find_spec(packaged.module)
         if not spec or not spec.submodule_search_locations:

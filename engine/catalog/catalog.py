@@ -151,7 +151,7 @@ class Catalog:
     """
 
     def __init__(self, url: str):
-        self._access = access = Access(url)
+        self.access = access = Access(url)
         self.label = access.label
         rows = RevisionRows(access)
         self.suggestions = suggestions = Suggestions(access)
@@ -192,7 +192,7 @@ class Catalog:
     @cached_property
     def id(self) -> str:
         """Return the catalog's own id, by which a store names its owner."""
-        with self._access.read() as connection:
+        with self.access.read() as connection:
             return str(connection.execute(select(tables.catalog.c.id)).scalar_one())
 
     def keyed_hash(self, *words: str) -> str:
@@ -201,19 +201,19 @@ class Catalog:
 
     @cached_property
     def _secret(self) -> bytes:
-        with self._access.read() as connection:
+        with self.access.read() as connection:
             return str(connection.execute(select(tables.catalog.c.secret)).scalar_one()).encode()
 
     @property
     def is_file(self) -> bool:
         """Say whether the database is a local file, so that a query takes no network."""
-        return self._access.is_sqlite
+        return self.access.is_sqlite
 
     def server_time(self) -> float | None:
         """Return the database server's clock (epoch seconds); None where the database is a file."""
         if self.is_file:
             return None
-        with self._access.read() as connection:
+        with self.access.read() as connection:
             return float(connection.execute(select(extract("epoch", func.clock_timestamp()))).scalar_one())
 
     def read_ahead(self) -> None:
@@ -228,7 +228,7 @@ class Catalog:
 
     def close(self) -> None:
         """Close all connections."""
-        self._access.close()
+        self.access.close()
 
     def base(self, digest: str) -> Base:
         """Return a base; the same as `bases.get`."""

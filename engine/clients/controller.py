@@ -159,7 +159,7 @@ class ControllerClient(ServiceClient):
     def alarms(self) -> list[str]:
         """Return the controller's alarms; an empty list when it does not answer, or refuses the key."""
         with suppress(httpx.HTTPError, ValueError, KeyError):
-            return list(self._http.get("/status").json()["alarms"])
+            return list(self.http.get("/status").json()["alarms"])
         return []
 
     def _post(self, path: str, **body: Any) -> Row:

@@ -19,7 +19,7 @@ class EngineClient(ServiceClient):
         self, url: str, key: str = "", purpose: str = "user", timeout_s: float = 10.0, patience_s: float = 0.0
     ):
         super().__init__("engine", url, key, timeout_s, patience_s)
-        self._http.headers["x-graftwork-purpose"] = purpose
+        self.http.headers["x-graftwork-purpose"] = purpose
 
     def marker(self) -> dict[str, Any]:
         """Return the plugin's marker: versions, base, workers.
@@ -58,8 +58,8 @@ class EngineClient(ServiceClient):
         `body` is OpenAI's. Leaving the block stops the answer. Raises the error of the engine's answer; the
         pieces raise `ServiceError` when the answer breaks off.
         """
-        request = self._http.build_request("POST", "/v1/chat/completions", json={**body, "stream": True})
-        with closing(self._patiently(lambda: self._http.send(request, stream=True))) as response:
+        request = self.http.build_request("POST", "/v1/chat/completions", json={**body, "stream": True})
+        with closing(self._patiently(lambda: self.http.send(request, stream=True))) as response:
             if not response.is_success:
                 response.read()
                 raise self._fault(response)
@@ -87,7 +87,7 @@ class EngineClient(ServiceClient):
 
     def _sampled(self, path: str, body: Mapping[str, Any], patience_s: float | None = None) -> dict[str, Any]:
         def ask() -> dict[str, Any]:
-            response = self._http.post(path, json=body)
+            response = self.http.post(path, json=body)
             if response.is_success:
                 return dict(response.json())
             kind, said = of_status(response.status_code), response.text[:SHOWN]

@@ -40,9 +40,9 @@ class ServiceClient:
 
     def __init__(self, name: str, url: str, key: str = "", timeout_s: float = 10.0, patience_s: float = 0.0):
         self.name, self.url, self.patience_s = name, url, patience_s
-        self._http = connect(url, timeout_s)
+        self.http = connect(url, timeout_s)
         if key:
-            self._http.headers["authorization"] = f"Bearer {key}"
+            self.http.headers["authorization"] = f"Bearer {key}"
 
     def __enter__(self) -> Self:
         return self
@@ -52,17 +52,17 @@ class ServiceClient:
 
     def close(self) -> None:
         """Close the connections."""
-        self._http.close()
+        self.http.close()
 
     def is_healthy(self, path: str = "/health") -> bool:
         """Return whether the service answers 200 at `path`; without retries."""
         with suppress(httpx.TransportError):
-            return self._http.get(path).status_code == 200
+            return self.http.get(path).status_code == 200
         return False
 
     def _ask(self, method: str, path: str, **given: Any) -> Any:
         """Send a request, with retries; return the answer's JSON."""
-        return self._patiently(lambda: self._told(self._http.request(method, path, **given)))
+        return self._patiently(lambda: self._told(self.http.request(method, path, **given)))
 
     def _patiently(
         self, call: Callable[[], Answer], *also: type[Exception], patience_s: float | None = None

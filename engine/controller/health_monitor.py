@@ -27,7 +27,7 @@ class HealthMonitor(PeriodicThread):
         super().__init__("health-monitor", EVERY_S, self.look)
         self._catalog = catalog
         self._params = params
-        self._engine = EngineClient(params.url("engine"), timeout_s=TIMEOUT_S)
+        self.engine = EngineClient(params.url("engine"), timeout_s=TIMEOUT_S)
         self._seen = False
         self._misses = 0
         self._down_since: float | None = None
@@ -42,7 +42,7 @@ class HealthMonitor(PeriodicThread):
 
     def _look_at_engine(self) -> None:
         link = f"{self._params.url('controller')}/"
-        if self._engine.is_healthy():
+        if self.engine.is_healthy():
             if self._down_since is not None:
                 away_s = time.time() - self._down_since
                 engine_changed(self._catalog, True, f"Back after {away_s:.0f} s.", link, self._down_since)

@@ -76,12 +76,13 @@ class Controller:
         # Serializes the loop's decisions and people's requests.
         self.lock = threading.Lock()
         self.requests = LoopRequests()
-        self._reader = EvidenceReader(self.catalog)
+        self.reader = EvidenceReader(self.catalog)
         self._holder = holder
         self._fence = take_lease(self.catalog, holder, params.controller.lease_s)
         self._stopped = threading.Event()
-        self._due: dict[str, float] = {}
-        self._clock = TrustedClock(params.paths.clock)
+        # When each part runs next (monotonic); what is not in it runs in the next turn.
+        self.due: dict[str, float] = {}
+        self.clock = TrustedClock(params.paths.clock)
         self._caught_up = False
         self._ingested_at = 0.0
         # Releases that were there before the last whole ingest began.
@@ -101,7 +102,7 @@ class Controller:
 
     def close(self) -> None:
         """Ingest and publish what is spooled, then release lease, ledger and catalog."""
-        self._due.clear()
+        self.due.clear()
         self.spool.close()
         self._part("ingest", self._ingest)
         self._part("snapshot", self._snapshot)
@@ -118,7 +119,7 @@ class Controller:
             self._part("ingest", self._ingest)
             self._part("requests", self.requests.run_waiting)
             self._part("releases", self._advance_all)
-            self._part("expire", lambda: self.catalog.lifecycle.expire(self._clock.now()), EXPIRE_S)
+            self._part("expire", lambda: self.catalog.lifecycle.expire(self.clock.now()), EXPIRE_S)
             self._part("sweep", self._sweep, SWEEP_S)
             self._part("retention", self._forget_old, DAY_S)
             self._part("snapshot", self._snapshot, self.params.controller.snapshot_s)
@@ -150,10 +151,10 @@ class Controller:
         return time.monotonic() - self.last_tick > max(STALLED_S, 4 * self.params.controller.tick_s)
 
     def _part(self, name: str, work: Callable[[], object], every_s: float = 0.0) -> None:
-        if time.monotonic() < self._due.get(name, 0.0):
+        if time.monotonic() < self.due.get(name, 0.0):
             return
         if every_s:
-            self._due[name] = time.monotonic() + every_s
+            self.due[name] = time.monotonic() + every_s
         try:
             work()
             self.faults.pop(name, None)
@@ -210,7 +211,7 @@ class Controller:
             looked = None
             while release.state == "running":
                 looked = time.monotonic()
-                evidence = self._reader.read(release, self.ledger)
+                evidence = self.reader.read(release, self.ledger)
                 self.latest[release.id] = evidence
                 action = advance(release, evidence)
                 if action.kind == "wait":
@@ -225,12 +226,12 @@ class Controller:
         for ended in set(self.latest) - running:
             self.latest.pop(ended, None)
             self.faults.pop(f"release {ended}", None)
-            self._reader.forget(ended)
+            self.reader.forget(ended)
 
     def _sweep(self) -> None:
         if self.ledger:
             # Only up to the last complete ingest: the spool may still hold the answer.
-            self.ledger.sweep(min(self._clock.now(), self._ingested_at) - AHEAD_S)
+            self.ledger.sweep(min(self.clock.now(), self._ingested_at) - AHEAD_S)
 
     def _purge(self, policy: str) -> dict[str, int]:
         paths = self.params.paths
@@ -247,7 +248,7 @@ class Controller:
     def _forget_old(self) -> None:
         days, snapshot = self.params.controller.observations_days, self.params.paths.ledger_snapshot
         if days and self.ledger:
-            before = self._clock.now() - days * DAY_S
+            before = self.clock.now() - days * DAY_S
             self._rewrite(lambda ledger: forget(ledger, snapshot, before))
 
     def _rewrite(self, work: Callable[[Ledger], dict[str, int]]) -> dict[str, int]:

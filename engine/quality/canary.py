@@ -128,9 +128,9 @@ class CanaryJudge:
         others = [name for name in settings.guards if name != "reward"]
         budget = settings.alpha / 2 if has_rewards else settings.alpha
         share = budget / max(1, len(others))
-        self._others: dict[GuardName, Guard] = {name: self._guard(name, share) for name in others}
+        self.others: dict[GuardName, Guard] = {name: self._guard(name, share) for name in others}
         judged = [self.rewards, *self._segments.values()] if has_rewards else []
-        self._guards = [*judged, *self._others.values()]
+        self._guards = [*judged, *self.others.values()]
 
     def _guard(self, name: GuardName, share: float) -> Guard:
         settings, required = self._settings, self._settings.feedback == "none"
@@ -163,7 +163,7 @@ class CanaryJudge:
         """Take an answer; each guard counts what it can judge by it."""
         at = answer.step, answer.key, answer.unit, answer.is_canary
         for name, value in _figures(answer):
-            if guard := self._others.get(name):
+            if guard := self.others.get(name):
                 guard.add(*at, value)
 
     @property

@@ -220,14 +220,14 @@ class RateGuard(Guard):
         self, name: str, required: bool, weights: dict[int, float], alpha: float, share: float, margin: float
     ):
         super().__init__(name, required)
-        self._weights, self._alpha, self._share, self._margin = weights, alpha, share, margin
+        self._weights, self._alpha, self.share, self._margin = weights, alpha, share, margin
         self._comparison = CanaryComparison(weights, alpha, above=0.0, below=margin)
         # By the canary's weight, how many units of the canary and of the baseline had a fault.
         self._faults: dict[float, tuple[int, int]] = {}
         self._is_harm = False
 
     def _empty(self) -> Guard:
-        return RateGuard(self.name, self.required, self._weights, self._alpha, self._share, self._margin)
+        return RateGuard(self.name, self.required, self._weights, self._alpha, self.share, self._margin)
 
     def _take(self, unit: Unit) -> None:
         self._comparison.add(unit)
@@ -243,7 +243,7 @@ class RateGuard(Guard):
         weight = self._weights[unit.step]
         canary, baseline = self._faults.get(weight, (0, 0))
         self._faults[weight] = canary + unit.is_canary, baseline + (not unit.is_canary)
-        self._is_harm = self._is_harm or log_evidence(self._faults) >= math.log(1 / self._share)
+        self._is_harm = self._is_harm or log_evidence(self._faults) >= math.log(1 / self.share)
 
     def _state(self) -> State:
         if self._is_harm:
@@ -254,7 +254,7 @@ class RateGuard(Guard):
         return self._comparison.lower, self._comparison.upper
 
     def _rule(self) -> str:
-        return f"mixture of binomials at level {self._share:.3g}, margin {self._margin:g}"
+        return f"mixture of binomials at level {self.share:.3g}, margin {self._margin:g}"
 
 
 class QuantileGuard(Guard):
@@ -266,14 +266,14 @@ class QuantileGuard(Guard):
 
     def __init__(self, name: str, required: bool, share: float, margin: float, is_judged: bool):
         super().__init__(name, required and is_judged)
-        self._share, self._margin, self._is_judged = share, margin, is_judged
+        self.share, self._margin, self._is_judged = share, margin, is_judged
         self._start_step()
 
     def _empty(self) -> Guard:
-        return QuantileGuard(self.name, self.required, self._share, self._margin, self._is_judged)
+        return QuantileGuard(self.name, self.required, self.share, self._margin, self._is_judged)
 
     def _start_step(self) -> None:
-        self._arms = {arm: QuantileSequence(QUANTILE, self._share / 2) for arm in (True, False)}
+        self._arms = {arm: QuantileSequence(QUANTILE, self.share / 2) for arm in (True, False)}
 
     def _take(self, unit: Unit) -> None:
         if self.counts[True] > WARM_UNITS:
@@ -296,4 +296,4 @@ class QuantileGuard(Guard):
 
     def _rule(self) -> str:
         judged = f"margin {self._margin:g}" if self._is_judged else "reported only: the baseline is the base"
-        return f"ranks at the {QUANTILE:.0%} quantile, level {self._share:.3g}, {judged}"
+        return f"ranks at the {QUANTILE:.0%} quantile, level {self.share:.3g}, {judged}"

@@ -230,11 +230,11 @@ def start(
             f"Another command is starting the services in {paths.root}. Wait until it has finished."
         ) from None
     with lock:
-        supervisor = _supervisor(params)
+        supervisor = supervisor_of(params)
         supervisor.stop()
         chosen = [service for service in services(params) if service.name in only]
         _check_ports(params, chosen)
-        _check_base(params, chosen)
+        check_base(params, chosen)
         _set_aside_unfinished(paths)
         try:
             _start_programs(params, chosen, supervisor, build_base, report, owner)
@@ -270,12 +270,12 @@ def foreground(params: Params, name: str) -> tuple[list[str], dict[str, str]]:
 
 def down(params: Params) -> bool:
     """Stop all services and wait until they have ended; False when none was running. Idempotent."""
-    return _supervisor(params).stop()
+    return supervisor_of(params).stop()
 
 
 def is_running(params: Params) -> bool:
     """Return whether services run in this state directory, whoever started them."""
-    return _supervisor(params).running() is not None
+    return supervisor_of(params).running() is not None
 
 
 def require_running(params: Params) -> None:
@@ -286,7 +286,7 @@ def require_running(params: Params) -> None:
 
 def status(params: Params) -> list[State]:
     """Return each service's state as the supervisor reports it; all `stopped` when none runs."""
-    supervisor = _supervisor(params)
+    supervisor = supervisor_of(params)
     known = supervisor.programs() if supervisor.running() else {}
     states = []
     for service in services(params):
@@ -308,11 +308,11 @@ def wait_healthy(params: Params, report: Report) -> None:
 
     begun = time.monotonic()
     first_start: dict[str, int] = {}
-    programs = _supervisor(params).programs()
+    programs = supervisor_of(params).programs()
     waiting = {service.name: service for service in services(params) if service.name in programs}
     waiting = {name: service for name, service in waiting.items() if service.health}
     while waiting:
-        programs = _supervisor(params).programs()
+        programs = supervisor_of(params).programs()
         for name, service in list(waiting.items()):
             info = programs[name]
             # Report a service that ends while starting at once, not after the supervisor's retries.
@@ -335,12 +335,13 @@ def wait_healthy(params: Params, report: Report) -> None:
                 raise ServiceError(_with_log(params.paths, "engine", str(error))) from None
 
 
-def _supervisor(params: Params) -> Supervisor:
+def supervisor_of(params: Params) -> Supervisor:
+    """Return the supervisor of the services in the state directory."""
     return Supervisor(params.paths.root, params.paths.logs)
 
 
 def _usable(params: Params) -> bool:
-    running = _supervisor(params).running()
+    running = supervisor_of(params).running()
     if running is None:
         return False
     if running.owner is not None:
@@ -378,7 +379,7 @@ def _check_ports(params: Params, chosen: Sequence[Service]) -> None:
         )
 
 
-def _check_base(params: Params, chosen: Sequence[Service]) -> None:
+def check_base(params: Params, chosen: Sequence[Service]) -> None:
     """Print the memory plan if trainer and engine share a GPU.
 
     Raises `ConfigError` when they do not fit, there or in main memory, or when the engine cannot serve the

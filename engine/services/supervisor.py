@@ -84,7 +84,7 @@ class Supervisor:
         must be this process, and the calling thread must live as long as the supervisor. Raises
         `ServiceError` when the supervisor does not start within 20 s.
         """
-        write_whole(self.config, self._config_text(programs, own or {}), mode=0o600)
+        write_whole(self.config, self.config_text(programs, own or {}), mode=0o600)
         signals = {signal.SIGINT, signal.SIGTERM}
 
         def prepare_child() -> None:
@@ -171,9 +171,10 @@ class Supervisor:
         transport = SupervisorTransport(None, None, f"unix://{self.socket}")
         return ServerProxy("http://127.0.0.1", transport=transport).supervisor
 
-    def _config_text(
+    def config_text(
         self, programs: Mapping[str, tuple[str, ...]], own: Mapping[str, Mapping[str, str]]
     ) -> str:
+        """Return the configuration of these programs; `own` are variables of one program alone."""
         sections = [
             "[supervisord]", "nodaemon=true", "silent=true", f"pidfile={_escape(self.pidfile)}",
             f"childlogdir={_escape(self.logs)}", f"logfile={_escape(self.logs / 'supervisor.log')}",

@@ -69,7 +69,7 @@ class Cache:
         draft: Path | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            draft, handle = _draft(path.parent)
+            draft, handle = open_draft(path.parent)
             with os.fdopen(handle, "wb") as file:
                 _fill(file, location, chunks)
             # Row before file, so that every file is counted.
@@ -217,7 +217,7 @@ class Cache:
                 self._index = None
 
 
-def _draft(directory: Path) -> tuple[Path, int]:
+def open_draft(directory: Path) -> tuple[Path, int]:
     """Create a draft that `clean` leaves alone: it is locked while it is open."""
     while True:
         draft = directory / f"{DRAFT}{uuid.uuid4().hex}"

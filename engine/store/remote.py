@@ -54,7 +54,7 @@ class RemoteStore(Store):
     def __init__(self, url: str, holds: Path, cache: Cache):
         super().__init__(holds)
         self.cache = cache
-        self._client, self._prefix = client_of(url, "`store.url`")
+        self.client, self._prefix = client_of(url, "`store.url`")
         self._held: dict[str, int] = {}
 
     @property
@@ -75,7 +75,7 @@ class RemoteStore(Store):
         offsets, buffers, _ = lay_out(views, 0)
         segment = self._hold_new()
         with self._faults(f"take {sum(map(len, views))} bytes; nothing was published"):
-            self._client.pipe_file(self._object(segment), b"".join(buffers))
+            self.client.pipe_file(self._object(segment), b"".join(buffers))
         return [
             Location(segment, offset, len(view), checksum)
             for offset, view, checksum in zip(
@@ -127,7 +127,7 @@ class RemoteStore(Store):
         """Yield each segment's name and size in bytes; skip other names under the prefix."""
         with self._faults("list its objects"):
             try:
-                found = self._client.ls(self._prefix, detail=True, refresh=True)
+                found = self.client.ls(self._prefix, detail=True, refresh=True)
             except FileNotFoundError:
                 return
         for entry in found:
@@ -138,7 +138,7 @@ class RemoteStore(Store):
     def bring(self, segment: str, chunks: Iterable[bytes]) -> None:
         """Write a whole segment of another store: the object appears once all its bytes are there."""
         try:
-            with self._faults(f"take {segment}"), self._client.open(self._object(segment), "wb") as file:
+            with self._faults(f"take {segment}"), self.client.open(self._object(segment), "wb") as file:
                 for chunk in chunks:
                     file.write(chunk)
         except BaseException:
@@ -163,7 +163,7 @@ class RemoteStore(Store):
     def remove(self, segment: str) -> None:
         """Delete a segment's object, if it is there."""
         with self._faults(f"remove {segment}"), suppress(FileNotFoundError):
-            self._client.rm_file(self._object(segment))
+            self.client.rm_file(self._object(segment))
 
     def clean(self) -> int:
         """Remove drafts of the cache and lock files of dead writers; return how many."""
@@ -180,7 +180,7 @@ class RemoteStore(Store):
         """Return the id of the catalog that owns the store; None when none has claimed it."""
         with self._faults("say which catalog owns it"):
             try:
-                said: bytes = self._client.cat_file(self._object(CATALOG_ID))
+                said: bytes = self.client.cat_file(self._object(CATALOG_ID))
             except FileNotFoundError:
                 return None
         return said.decode().strip()
@@ -241,7 +241,7 @@ class RemoteStore(Store):
         """Write an object unless it exists (S3: If-None-Match: *); return whether it is new."""
         with self._faults(f"create {name}"):
             try:
-                self._client.pipe_file(self._object(name), text.encode(), mode="create")
+                self.client.pipe_file(self._object(name), text.encode(), mode="create")
             except OSError as error:
                 # Not every S3-compatible store says which condition failed, as s3fs wants it.
                 if isinstance(error, FileExistsError) or error.errno == errno.EINVAL:
@@ -254,16 +254,16 @@ class RemoteStore(Store):
         from fsspec import AbstractFileSystem
 
         # fsspec's own only looks before it writes.
-        if getattr(self._client.pipe_file, "__func__", None) is AbstractFileSystem.pipe_file:
+        if getattr(self.client.pipe_file, "__func__", None) is AbstractFileSystem.pipe_file:
             return False
         probe = f".claim-{uuid.uuid4().hex}"
         with self._faults("take a probe object"):
-            self._client.pipe_file(self._object(probe), b"first")
+            self.client.pipe_file(self._object(probe), b"first")
         try:
             return not self._create(probe, "second")
         finally:
             with self._faults("remove a probe object"):
-                self._client.rm_file(self._object(probe))
+                self.client.rm_file(self._object(probe))
 
     def chunks(self, location: Location) -> Iterator[bytes]:
         """Yield a blob's bytes from the store itself, as far as they exist; raises as `Store.chunks`."""
@@ -271,7 +271,7 @@ class RemoteStore(Store):
         while at < end:
             with self._faults(f"read {location.segment}"):
                 try:
-                    chunk = self._client.cat_file(
+                    chunk = self.client.cat_file(
                         self._object(location.segment), start=at, end=min(at + CHUNK, end)
                     )
                 except FileNotFoundError:
@@ -293,7 +293,7 @@ class RemoteStore(Store):
         starts = [one.offset for one in locations]
         ends = [one.offset + one.length for one in locations]
         with self._faults("return the blobs asked for"):
-            bodies = self._client.cat_ranges(paths, starts, ends, on_error="return")
+            bodies = self.client.cat_ranges(paths, starts, ends, on_error="return")
         return {one: self._said(one, body) for one, body in zip(locations, bodies, strict=True)}
 
     def _said(self, location: Location, body: bytes | Exception) -> Fault | None:
@@ -307,21 +307,21 @@ class RemoteStore(Store):
     def _is_abandoned(self, segment: str) -> bool:
         with self._faults(f"say when {segment} was written"):
             try:
-                age = self._now - self._client.modified(self._object(segment))
+                age = self.now - self.client.modified(self._object(segment))
             except FileNotFoundError:
                 return False
         return age.total_seconds() > ABANDONED_S
 
     @cached_property
-    def _now(self) -> datetime:
-        """Return the store's own time: the modification time of an object written now."""
+    def now(self) -> datetime:
+        """Return the store's own time at first use: the modification time of an object written then."""
         probe = self._object(f".clock-{self._installation}-{os.getpid()}")
-        self._client.pipe_file(probe, b"now")
+        self.client.pipe_file(probe, b"now")
         try:
-            written: datetime = self._client.modified(probe)
+            written: datetime = self.client.modified(probe)
             return written
         finally:
-            self._client.rm_file(probe)
+            self.client.rm_file(probe)
 
     def _faults(self, wish: str) -> AbstractContextManager[None]:
         """Translate any error of the service's client into one `ServiceError`."""

@@ -59,14 +59,14 @@ class Backend:
         self.base_name = params.base.name
         self.architecture = str(config["model_type"])
         self._targets = BaseShapes.of(config).targets
-        self._trainer = TrainerClient.of(params)
+        self.trainer = TrainerClient.of(params)
         self._open: dict[str, SessionInfo] = {}
         self._engines: dict[str, EngineClient] = {}
         self._lock = threading.Lock()
 
     def close(self) -> None:
         """Close the connections; the trainer's sessions stay until their leases expire."""
-        self._trainer.close()
+        self.trainer.close()
         for engine in self._engines.values():
             engine.close()
 
@@ -122,7 +122,7 @@ class Backend:
         self._open[model.id] = self._session(model)
 
     def _session(self, model: TinkerModel, **start: Any) -> SessionInfo:
-        return self._trainer.create_session(
+        return self.trainer.create_session(
             model.policy,
             model.policy,
             rank=model.rank,
@@ -145,7 +145,7 @@ class Backend:
     def close_session(self, session: SessionInfo) -> None:
         """Let a session go."""
         with suppress(Conflict, NotFound):
-            self._trainer.close_session(session)
+            self.trainer.close_session(session)
 
     def forward_backward(self, model: TinkerModel, batch: WireBatch) -> tuple[list[Array], dict[str, float]]:
         """Gather gradients of a batch, or only score it.
@@ -156,9 +156,9 @@ class Backend:
         config, session = loss_config(batch), self._open[model.id]
         id = f"{model.id}:{batch.seq_id}"
         if batch.forward_only:
-            found = self._trainer.forward_only(session, data, batch.loss, config, id)
+            found = self.trainer.forward_only(session, data, batch.loss, config, id)
         else:
-            found = self._trainer.forward_backward(session, data, batch.loss, config, id, reduction="sum")
+            found = self.trainer.forward_backward(session, data, batch.loss, config, id, reduction="sum")
         shapes = (one.inputs["target_tokens"].shape for one in batch.data)
         outputs = zip(found["loss_fn_outputs"], shapes, strict=True)
         logprobs = [np.asarray(row["logprobs"]["data"], "<f4").reshape(shape) for row, shape in outputs]
@@ -167,33 +167,33 @@ class Backend:
     def optim_step(self, model: TinkerModel, request: str, adam: bodies.AdamSent) -> dict[str, float]:
         """Apply the gathered gradients, once for each request; without any the step counts alone."""
         given = protocol.AdamParams(**adam.model_dump(include=set(protocol.AdamParams.model_fields)))
-        done = self._trainer.optim_step(self._open[model.id], given, request, skip=not model.gathered)
+        done = self.trainer.optim_step(self._open[model.id], given, request, skip=not model.gathered)
         # Recipes log these beside their own, of which one is called `step`.
         return {"optim/grad_norm": done["grad_norm"], "optim/steps": done["step"]}
 
     def save_state(self, model: TinkerModel, name: str) -> None:
         """Store a model under a name."""
-        self._trainer.save_state(self._open[model.id], name)
+        self.trainer.save_state(self._open[model.id], name)
 
     def load_state(self, model: TinkerModel, source: StateSource) -> None:
         """Load a state of this model or another of its shape, with its Adam moments or without."""
-        self._open[model.id] = self._trainer.load_state(
+        self._open[model.id] = self.trainer.load_state(
             self._open[model.id], source.checkpoint.stored, source.model.policy, source.moments
         )
 
     def delete_state(self, model: TinkerModel, name: str) -> None:
         """Delete a model's state. Idempotent."""
-        self._trainer.delete_state(model.policy, name)
+        self.trainer.delete_state(model.policy, name)
 
     # Revisions
 
     def export_revision(self, model: TinkerModel, prompts: list[list[int]]) -> Exported:
         """Publish a model as a revision with its effect probe over these prompts."""
-        return self._trainer.export(self._open[model.id], "revision", probe_prompts=prompts)
+        return self.trainer.export(self._open[model.id], "revision", probe_prompts=prompts)
 
     def export_snapshot(self, model: TinkerModel) -> Exported:
         """Publish a model as a snapshot, which expires."""
-        return self._trainer.export(self._open[model.id], "snapshot")
+        return self.trainer.export(self._open[model.id], "snapshot")
 
     def retire(self, policy: str, digest: str) -> None:
         """Stop serving a revision whose checkpoint is deleted, unless a route or a release names it."""

@@ -34,7 +34,7 @@ class Engines:
     def __init__(self, catalog: "Catalog", base: str, url: str):
         from engine.catalog.fleet import Fleet
 
-        self._catalog, self._fleet, self._base = catalog, Fleet(catalog), base
+        self._catalog, self.fleet, self._base = catalog, Fleet(catalog), base
         self._urls, self._are_several = [url], False
 
     @classmethod
@@ -51,7 +51,7 @@ class Engines:
     def urls(self) -> list[str]:
         """Return the live engines' URLs, at least one; while the catalog is unreadable, the last ones."""
         try:
-            rows = self._fleet.live()
+            rows = self.fleet.live()
         except ServiceError:
             return self._urls
         found = list(dict.fromkeys(row.url for row in rows if row.base == self._base and not row.draining))

@@ -107,7 +107,7 @@ def _dot(a, b, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _shrink(
+def shrink_kernel(
     x, w, h, order, starts, tile_segment, tile_first, segments, E, R, D, each,
     x_row, w_s, w_e, w_r, w_d,
     M: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
@@ -140,7 +140,7 @@ def _shrink(
 
 
 @triton.jit
-def _expand(
+def expand_kernel(
     y, h, weights, w, order, starts, tile_segment, tile_first, segments, E, R, D,
     y_row, w_s, w_e, w_r, w_d,
     WEIGHTED: tl.constexpr, ADD: tl.constexpr,
@@ -174,7 +174,7 @@ def _expand(
 
 
 @triton.jit
-def _combine(y, pairs, slots, K, D, y_row, BLOCK: tl.constexpr):
+def combine_kernel(y, pairs, slots, K, D, y_row, BLOCK: tl.constexpr):
     token = tl.program_id(0)
     if tl.load(slots + token) < 0:
         return
@@ -188,7 +188,7 @@ def _combine(y, pairs, slots, K, D, y_row, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _outer(
+def outer_kernel(
     h, x, grad, order, starts, R, D, each, x_row,
     M: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -241,7 +241,7 @@ def shrink(x: Tensor, factor_SERD: Tensor, plan: TritonRoutingPlan) -> Tensor:
     h_TKR = x.new_zeros(tokens, count, rank)
     at, rows = plan.segments(adapters, experts), _rows(x)
     if len(at.tile_segment):
-        _shrink[(len(at.tile_segment),)](
+        shrink_kernel[(len(at.tile_segment),)](
             rows, factor_SERD, h_TKR, at.order, at.starts, at.tile_segment, at.tile_first,
             adapters * experts, experts, rank, width, count if x.dim() == 2 else 1,
             rows.stride(0), *factor_SERD.stride(),
@@ -269,14 +269,14 @@ def expand(
     h_TKR = h_TKR.contiguous()
     weights: Any = h_TKR if weights_TK is None else weights_TK.contiguous()
     blocks = triton.cdiv(width, BLOCK)
-    _expand[(len(at.tile_segment), blocks)](
+    expand_kernel[(len(at.tile_segment), blocks)](
         pairs, h_TKR, weights, factor_SERD, at.order, at.starts, at.tile_segment, at.tile_first,
         adapters * experts, experts, rank, width, pairs.stride(-2), *factor_SERD.stride(),
         WEIGHTED=weights_TK is not None, ADD=not summed,
         M=TILE, RANK=_rank_block(rank), BLOCK=BLOCK, UPCAST=triton.knobs.runtime.interpret,
     )  # fmt: skip
     if summed:
-        _combine[(len(y), blocks)](
+        combine_kernel[(len(y), blocks)](
             y, pairs, plan.slots, plan.experts.shape[1], width, y.stride(0), BLOCK=BLOCK
         )
 
@@ -286,7 +286,7 @@ def outer(h_TKR: Tensor, x: Tensor, experts: int, slots: int, plan: TritonRoutin
     rank, width = h_TKR.shape[-1], x.shape[-1]
     grad_SERD = x.new_empty(slots, experts, rank, width)
     at, rows = plan.segments(slots, experts), _rows(x)
-    _outer[(slots * experts, triton.cdiv(width, BLOCK))](
+    outer_kernel[(slots * experts, triton.cdiv(width, BLOCK))](
         h_TKR.contiguous(), rows, grad_SERD, at.order, at.starts, rank, width,
         plan.experts.shape[1] if x.dim() == 2 else 1, rows.stride(0),
         M=TILE, RANK=_rank_block(rank), BLOCK=BLOCK, UPCAST=triton.knobs.runtime.interpret,

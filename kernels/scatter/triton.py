@@ -70,7 +70,7 @@ def table(blob_N: Tensor, copies: Sequence[Copy]) -> Table:
 
 
 @triton.jit
-def _scatter(blob, rows, programs, slot, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def scatter_kernel(blob, rows, programs, slot, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     row = rows + tl.load(programs + tl.program_id(0) * 2) * COLUMNS
     first = tl.load(programs + tl.program_id(0) * 2 + 1)
     offset = tl.load(row)
@@ -92,6 +92,6 @@ def _scatter(blob, rows, programs, slot, COLUMNS: tl.constexpr, BLOCK: tl.conste
 def scatter(blob_N: Tensor, table: Table, slot: int) -> None:
     """Fill one slot of every destination from the blob (N,) in one launch."""
     if len(table.programs):
-        _scatter[(len(table.programs),)](
+        scatter_kernel[(len(table.programs),)](
             blob_N, table.rows, table.programs, slot, COLUMNS=COLUMNS, BLOCK=BLOCK
         )

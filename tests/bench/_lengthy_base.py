@@ -45,15 +45,15 @@ def build(source: Path, directory: Path, progress: Progress) -> None:
     recipe = replace(RECIPES["tiny-dense"], steps=STEPS, batch=BATCH, adam_lr=1e-3, muon_lr=0.003)
     tokenizer = AutoTokenizer.from_pretrained(source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    pairs = tiny._encode(tokenizer, list(islice(tiny._examples(recipe, SEED), PROBLEMS)))
+    pairs = tiny.encode(tokenizer, list(islice(tiny.draw_examples(recipe, SEED), PROBLEMS)))
     blanks = {blank: tokenizer.convert_tokens_to_ids(blank) for blank in KINDS}
     # One that would be too long is cut, as a sampler cuts it: the coin stays the same up to there.
     taught = [
         (prompt, [*answer[:-1], *[blanks[blank]] * count, answer[-1]][:LIMIT])
         for (prompt, answer), (blank, count) in zip(pairs, tails(random.Random(SEED)), strict=False)
     ]
-    with tiny._one_thread():
-        tiny._fit(model, recipe, SEED, taught, progress)
+    with tiny.one_thread():
+        tiny.fit(model, recipe, SEED, taught, progress)
     # Rotary positions have no weights, so a longer context needs none.
     model.config.max_position_embeddings = tokenizer.model_max_length = CONTEXT
     model.save_pretrained(directory)

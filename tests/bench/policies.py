@@ -74,7 +74,7 @@ def open_policy(service: Service, number: int, rank: int, targets: list[str]) ->
 
 def operation_seconds(service: Service, kind: str) -> tuple[float, float]:
     """Return the seconds of all operations of a kind by the trainer's own clock, and how many they are."""
-    text = service.client._http.get("/metrics").text
+    text = service.client.http.get("/metrics").text
     found = re.findall(rf'operation_seconds_(sum|count){{kind="{kind}"}} (\S+)', text)
     named = {name: float(value) for name, value in found}
     return named.get("sum", 0.0), named.get("count", 0.0)

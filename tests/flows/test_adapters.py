@@ -229,9 +229,7 @@ def test_an_export_that_fails_leaves_nothing(file, params, catalog, tmp_path, mo
 
     before = sorted(path.name for path in tmp_path.iterdir())
     with monkeypatch.context() as patch:
-        patch.setattr(
-            packed if packed_file else revision, "write_file" if packed_file else "_write_files", is_full
-        )
+        patch.setattr(packed if packed_file else revision, "write_file" if packed_file else "sync", is_full)
         with pytest.raises(ServiceError, match="No space left on device"):
             ask(file, *arguments)
     with pytest.raises(NotFound, match="There is no directory"):

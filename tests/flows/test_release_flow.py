@@ -84,7 +84,7 @@ def run(
 
     def client(_: Params) -> ControllerClient:
         found = ControllerClient("http://controller", key)
-        found._http = TestClient(app, headers=headers)
+        found.http = TestClient(app, headers=headers)
         return found
 
     monkeypatch.setattr(release, "controller", client)

@@ -85,7 +85,7 @@ class AloneTrainer:
     def __init__(self, params: Params):
         self.trainer: Trainer = load_trainer(params)
         self.client = TrainerClient("http://trainer", patience_s=1)
-        self.client._http = TestClient(make_app(self.trainer), base_url="http://trainer")
+        self.client.http = TestClient(make_app(self.trainer), base_url="http://trainer")
 
     def stop(self) -> None:
         self.client.close()

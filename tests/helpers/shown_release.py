@@ -31,7 +31,7 @@ def released(params: Params, canary: float, baseline: float) -> Release:
 
     with patch("time.time", now):
         controller, users = Controller(params, "test"), Users(params, now)
-        controller._reader = EvidenceReader(controller.catalog, now)
+        controller.reader = EvidenceReader(controller.catalog, now)
         release = controller.decisions.start("sorting", NEW, RAMP, {"score": "not scored here"}, "ann")
         while release.state == "running":
             controller.tick()
@@ -48,7 +48,7 @@ def released(params: Params, canary: float, baseline: float) -> Release:
                 seen = {"status": 200, "outcome": "ok", "ttft_s": seconds, "token_s": seconds / 10}
                 users.ask(digest, reward, arm, version=route.version, key=f"key-{number % 3}", **seen)
             users.spool.rotate()
-        controller._due.clear()
+        controller.due.clear()
         controller.tick()
         controller.close()
     return release

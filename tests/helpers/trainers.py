@@ -60,7 +60,7 @@ class Trainers:
         exporter = Exporter(params, Catalog(params.paths.catalog_url), torch.float32, ())
         trainer = Trainer(params, self.base, DIGEST, exporter, int(held * bytes_of_new(self.base)))
         client = TrainerClient("http://trainer", patience_s=1, busy_s=0.0)
-        client._http = TestClient(make_app(trainer), base_url="http://trainer")
+        client.http = TestClient(make_app(trainer), base_url="http://trainer")
         self.now = Live(trainer, client)
         return self.now
 

@@ -279,11 +279,11 @@ def test_the_triton_kernels_compile_for_a_gpu(
     )
     tile = {"M": 16, "RANK": 16, "BLOCK": 64, "UPCAST": False}
     kernels = [
-        (experts_triton._shrink, tile),
-        (experts_triton._expand, {**tile, "WEIGHTED": True, "ADD": True}),
-        (experts_triton._combine, {"BLOCK": 64}),
-        (experts_triton._outer, tile),
-        (scatter_triton._scatter, {"COLUMNS": 9, "BLOCK": 1024}),
+        (experts_triton.shrink_kernel, tile),
+        (experts_triton.expand_kernel, {**tile, "WEIGHTED": True, "ADD": True}),
+        (experts_triton.combine_kernel, {"BLOCK": 64}),
+        (experts_triton.outer_kernel, tile),
+        (scatter_triton.scatter_kernel, {"COLUMNS": 9, "BLOCK": 1024}),
     ]
     for dtype in ("*bf16", "*fp32"):
         tensors = dict.fromkeys(("x", "w", "h", "y", "weights", "grad", "blob"), dtype)

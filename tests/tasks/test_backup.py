@@ -386,8 +386,8 @@ def running(params: Params, patch: pytest.MonkeyPatch) -> Iterator[Controller]:
 
     def connected(url: str, key: str, *_: Any) -> ControllerClient:
         ours = ControllerClient(url, key)
-        client.headers["authorization"] = ours._http.headers["authorization"]
-        ours._http = client
+        client.headers["authorization"] = ours.http.headers["authorization"]
+        ours.http = client
         ours.close = lambda: None
         return ours
 
@@ -555,7 +555,7 @@ def test_two_at_once_are_refused_and_a_place_has_one_installation(params: Params
 def test_a_backup_that_lost_its_lease_is_not_published(params: Params, tmp_path: Path) -> None:
     def take(writer: writers.BackupWriter) -> None:
         with Catalog(params.paths.catalog_url) as catalog:
-            catalog._access.engine.raw_connection().execute("UPDATE leases SET holder = 'other'")
+            catalog.access.engine.raw_connection().execute("UPDATE leases SET holder = 'other'")
 
     with pytest.raises(GraftworkError, match="another one has begun"):
         backup(params, str(tmp_path / "kept"), on_file=take)

@@ -76,7 +76,7 @@ def test_a_changed_audit_log_is_a_fault(params: Params) -> None:
     with Catalog(params.paths.catalog_url) as catalog:
         for on in (True, False):
             catalog.switches.set("freeze", on)
-        connection = catalog._access.engine.raw_connection()
+        connection = catalog.access.engine.raw_connection()
         connection.execute("DROP TRIGGER audit_no_update")
         connection.execute("UPDATE audit SET actor = 'nobody' WHERE id = 1")
         connection.commit()

@@ -49,7 +49,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     seen: list[tuple[str, int]] = []
 
     def logprobs(self: EngineClient, model: str, tokens: Any) -> list[float]:
-        assert self._http.headers["x-graftwork-purpose"] == "score"
+        assert self.http.headers["x-graftwork-purpose"] == "score"
         seen.append((model, len(tokens)))
         return [-1.0 if model == "the-base" else -2.0] * (len(tokens) - 1)
 

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from engine.base.resident import BaseInfo
 from engine.catalog.catalog import Catalog, Policy, Release
-from engine.catalog.purges import Purges
 from engine.clients.controller import ControllerClient
 from engine.controller.api import build_app
 from engine.controller.loop import Controller
@@ -150,22 +149,8 @@ class Killed(BaseException):
 def test_killed_at_any_place_it_goes_on_from_there(params, catalog, monkeypatch, place, after):
     """Before its work, and when the work is done but not noted."""
     secrets = payloads(params, catalog, "gone")
-    inner = Purges.run if place == "catalog" else getattr(purging, NAMES[place])
-
-    def dies(*arguments, **only_ask):
-        if only_ask:
-            return inner(*arguments, **only_ask)
-        if after:
-            inner(*arguments)
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        if place == "catalog":
-            patch.setattr(Purges, "run", dies)
-        else:
-            patch.setattr(purging, NAMES[place], dies)
-        with pytest.raises(Killed):
-            purge(params)
+    with killed_at(monkeypatch, place, after), pytest.raises(Killed):
+        purge(params)
     record = purge(params)
     assert tuple(record.places) == PLACES
     assert record.finished_at
@@ -174,10 +159,21 @@ def test_killed_at_any_place_it_goes_on_from_there(params, catalog, monkeypatch,
     check_kept(params)
 
 
-NAMES = {
-    "name": "_purge_catalog", "sessions": "_sessions", "segments": "_collect", "store": "_store",
-    "cache": "_cache", "files": "_files", "mlflow": "_mlflow", "ledger": "_ledger",
-}  # fmt: skip
+@contextmanager
+def killed_at(monkeypatch: pytest.MonkeyPatch, place: str, after: bool = False) -> Iterator[None]:
+    """Kill a purge before its work at a place, or `after` that and before it is noted."""
+    write, before = purging.Record.write, list(PLACES[: PLACES.index(place)])
+
+    def dies(record: purging.Record, file: Path) -> None:
+        if after and list(record.places) == [*before, place]:
+            raise Killed
+        write(record, file)
+        if not after and list(record.places) == before:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(purging.Record, "write", dies)
+        yield
 
 
 def test_it_is_refused_while_a_release_runs(params, catalog):
@@ -221,16 +217,14 @@ def test_what_never_was_is_not_found_and_nothing_is_done_without_a_yes(file, par
     nothing_happened(params, catalog)
 
 
-def test_two_at_once_do_not_meet(params, catalog, monkeypatch):
+def test_two_at_once_do_not_meet(params, catalog):
     there, go_on = threading.Event(), threading.Event()
 
     def waits(*_):
         there.set()
         assert go_on.wait(30)
-        return {}
 
-    monkeypatch.setattr(purging, "_files", waits)
-    first = threading.Thread(target=purge, args=(params,))
+    first = threading.Thread(target=purging.purge, args=(params, "gone", "ann", "asked for it", waits))
     first.start()
     assert there.wait(30)
     with pytest.raises(Conflict, match="Another purge of 'gone' is running"):
@@ -245,14 +239,8 @@ def test_a_name_that_came_back_after_a_kill_is_purged_from_the_start(params, cat
     """What the record says was done then is done anew, and what was not done yet is not forgotten."""
     secrets = payloads(params, catalog, "gone")
 
-    def dies(*_, **only_ask):
-        if not only_ask:
-            raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(purging, NAMES[place], dies)
-        with pytest.raises(Killed):
-            purge(params)
+    with killed_at(monkeypatch, place), pytest.raises(Killed):
+        purge(params)
     assert catalog.purges.find("gone")
     with pytest.raises(NotFound):
         catalog.policies.get("gone")
@@ -275,15 +263,19 @@ def test_a_name_that_came_back_after_a_kill_is_purged_from_the_start(params, cat
 
 def test_nothing_is_published_under_a_name_whose_sessions_are_gone(params, catalog, monkeypatch):
     seen = []
-    inner = purging._sessions
 
-    def sessions(*arguments, only_ask=False):
-        seen.append((only_ask, catalog.purges.find("gone") is not None))
-        return inner(*arguments, only_ask=only_ask)
+    def looked(name, inner):
+        def look(*arguments):
+            seen.append((name, catalog.purges.find("gone") is not None))
+            return inner(*arguments)
 
-    monkeypatch.setattr(purging, "_sessions", sessions)
+        return look
+
+    for name in ("refuse_open", "remove_sessions"):
+        monkeypatch.setattr(session_deletion, name, looked(name, getattr(session_deletion, name)))
     purge(params)
-    assert seen == [(True, False), (False, True)]
+    assert seen[:2] == [("refuse_open", False), ("remove_sessions", True)]
+    assert all(is_marked for _, is_marked in seen[1:])
 
 
 def test_it_does_not_end_while_a_segment_with_its_bytes_is_left(params, catalog):
@@ -398,7 +390,8 @@ def test_a_running_controller_purges_its_own_ledger(params, catalog, monkeypatch
     asked = []
     key = catalog.keys.ensure_local(params.paths.local_key)
     with running(params) as controller:
-        wait_for(lambda: controller._ingested_at)
+        built = controller.last_tick
+        wait_for(lambda: controller.last_tick > built)
         mirror = AliasMirror(catalog, controller.decisions, controller.lock, Registry(None))
         client = TestClient(build_app(controller, mirror))
         refused = client.post("/purge", json={"policy": "gone"})
@@ -407,8 +400,8 @@ def test_a_running_controller_purges_its_own_ledger(params, catalog, monkeypatch
         def connected(url, key, *_, **__):
             assert url == params.url("controller")
             ours = ControllerClient(url, key)
-            client.headers["authorization"] = ours._http.headers["authorization"]
-            ours._http, plain = client, ours.purge
+            client.headers["authorization"] = ours.http.headers["authorization"]
+            ours.http, plain = client, ours.purge
             ours.close = lambda: None
             ours.purge = lambda policy, place, by: asked.append(place) or plain(policy, place, by)
             return ours
@@ -512,28 +505,18 @@ def test_mlflow_forgets_the_policy_for_good(params, catalog, monkeypatch):
 
 
 def test_a_read_through_cache_drops_its_copies(tmp_path, catalog, params, monkeypatch):
-    """Only a store behind a URL has one; here it is a fake of its one call."""
+    """Only a store behind a URL has one; here it is the local store with a fake of that one call."""
     dropped = []
 
-    class Remote:
-        def drop_cached(self, location):
-            dropped.append(location.checksum)
-            return True
-
-        def close(self):
-            pass
+    def opened(_):
+        store = open_store(params)
+        store.drop_cached = lambda location: dropped.append(location.checksum) or True
+        return store
 
     wanted = sorted(row.checksum for row in catalog.revisions.page("gone"))
-    local = purging._cache
-
-    def cached(given, file):
-        remote = given.model_copy(update={"store": given.store.model_copy(update={"url": "memory://x"})})
-        with monkeypatch.context() as patch:
-            patch.setattr(purging, "open_store", lambda _: Remote())
-            return local(remote, file)
-
-    monkeypatch.setattr(purging, "_cache", cached)
-    assert purge(params).places["cache"] == {"copies": 3}
+    remote = params.model_copy(update={"store": params.store.model_copy(update={"url": "memory://x"})})
+    monkeypatch.setattr(purging, "open_store", opened)
+    assert purge(remote).places["cache"] == {"copies": 3}
     assert sorted(dropped) == wanted
 
 

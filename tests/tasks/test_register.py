@@ -223,7 +223,7 @@ def test_an_attempt_cut_before_the_version_leaves_none_and_the_retry_goes_on(
     directory = make_revision(tmp_path, base, "cut")
     client = MlflowClient(params.url("mlflow"), params.url("mlflow"))
     with monkeypatch.context() as patch:
-        patch.setattr(registration, "_ensure_registered_model", lambda *_: 1 / 0)
+        patch.setattr(MlflowClient, "search_registered_models", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             register(params, "cut", directory, CURVE)
     assert client.search_registered_models("name = 'cut'") == []

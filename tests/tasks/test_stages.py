@@ -232,7 +232,7 @@ def test_a_pinned_digest_trains_nothing(checkout):
 def test_the_learning_curve_is_each_steps_row_without_its_seconds(tmp_path):
     curve = [step_row(1), step_row(2, kl=None)]
     files = Files(tmp_path)
-    stages._write_adapted(files, {"digest": None}, curve)
+    stages.write_adapted(files, {"digest": None}, curve)
     with (files.adapt / "curve.csv").open() as lines:
         rows = list(csv.DictReader(lines))
     for row, step in zip(rows, curve, strict=True):

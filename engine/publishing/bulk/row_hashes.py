@@ -30,17 +30,17 @@ def hash_rows(header: bytes, rows_NB: Rows, compiled: bool = False) -> list[str]
     """
     rows_NB = np.ascontiguousarray(rows_NB)
     # Once compiled, it is faster for any number of rows.
-    if (compiled or _openssl.cache_info().currsize) and (openssl := _openssl()) is not None:
-        return openssl.hash_rows(header, rows_NB)
-    start, found = hashlib.sha256(header), []
+    if (compiled or openssl.cache_info().currsize) and (found := openssl()) is not None:
+        return found.hash_rows(header, rows_NB)
+    start, digests = hashlib.sha256(header), []
     for row in rows_NB:
         state = start.copy()
         state.update(row)
-        found.append(state.hexdigest())
-    return found
+        digests.append(state.hexdigest())
+    return digests
 
 
-class _OpenSsl:
+class OpenSsl:
     """OpenSSL's functions, and the compiled loop over them."""
 
     def __init__(self, library: ctypes.CDLL):
@@ -59,9 +59,10 @@ class _OpenSsl:
         self._update = function("EVP_DigestUpdate", status, 3)
         copy = function("EVP_MD_CTX_copy_ex", status, 2)
         final = function("EVP_DigestFinal_ex", status, 3)
-        self._loop = _compile(copy, self._update, final)
+        self.loop = _compile(copy, self._update, final)
 
     def hash_rows(self, header: bytes, rows_NB: Rows) -> list[str]:
+        """Do what the function `hash_rows` does; raises `RuntimeError` when OpenSSL reports a failure."""
         count, size = rows_NB.shape
         digests = np.empty((count, DIGEST_BYTES), np.uint8)
         prefix = np.frombuffer(header, np.uint8)
@@ -73,7 +74,7 @@ class _OpenSsl:
                 and self._init(start, self._sha256(), 0)
                 and self._update(start, prefix.ctypes.data, prefix.nbytes)
             ):  # fmt: skip
-                done = self._loop(start, state, rows_NB.ctypes.data, count, size, digests.ctypes.data)
+                done = self.loop(start, state, rows_NB.ctypes.data, count, size, digests.ctypes.data)
         finally:
             self._free(start)
             self._free(state)
@@ -98,12 +99,12 @@ def _compile(copy: Callable[..., int], update: Callable[..., int], final: Callab
 
 
 @cache
-def _openssl() -> _OpenSsl | None:
+def openssl() -> OpenSsl | None:
     """Return the OpenSSL that Python's own `hashlib` uses; None when it cannot be reached."""
     try:
         import _hashlib
 
-        return _OpenSsl(ctypes.CDLL(_hashlib.__file__))
+        return OpenSsl(ctypes.CDLL(_hashlib.__file__))
     except (ImportError, AttributeError, OSError):
         # Linked into Python without its symbols, or missing.
         return None

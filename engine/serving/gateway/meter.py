@@ -112,12 +112,13 @@ class Meter:
         self._usage = usage
         self._max_model_len, self._load_places = max_model_len, load_places
         self._buckets: dict[tuple[str, str], TokenBucket] = {}
-        self._under_way: Tally[str] = Tally()
+        # Requests under way, by key and tenant.
+        self.under_way: Tally[str] = Tally()
         # Of each tenant, the cold adapters that it waits for, and by how many requests.
-        self._loading: dict[str, Tally[str]] = {}
+        self.loading: dict[str, Tally[str]] = {}
         self._prewarming: dict[str, set[str]] = {}
         self._fair = FairShare()
-        # Requests under way.
+        # Requests under way, all together.
         self._open = 0
         # What is to be written: who asks in this turn of the event loop, and what has ended since.
         self._asking: list[Asking] = []
@@ -146,7 +147,7 @@ class Meter:
         ]
         for subject, given in limits.items():
             most = given.get("concurrency")
-            if most is not None and self._under_way[subject] >= most:
+            if most is not None and self.under_way[subject] >= most:
                 raise self._over(tenant, "concurrency", f"{most:g} requests under way", subject, 1.0)
         for kind, bucket in buckets:
             wanted = 1 if kind == "requests" else asked.reserved
@@ -162,7 +163,7 @@ class Meter:
         for kind, bucket in buckets:
             bucket.left -= 1 if kind == "requests" else asked.reserved
         subjects = (f"key:{key.id}", f"tenant:{tenant.name}")
-        self._under_way.update(subjects)
+        self.under_way.update(subjects)
         self._open += 1
         try:
             number = await self._admit(asked, budgets)
@@ -256,9 +257,9 @@ class Meter:
         """End a request under way, and give back what it reserved of a minute's tokens and did not use."""
         self._open -= 1
         for subject in subjects:
-            self._under_way[subject] -= 1
-            if not self._under_way[subject]:
-                del self._under_way[subject]
+            self.under_way[subject] -= 1
+            if not self.under_way[subject]:
+                del self.under_way[subject]
         for kind, bucket in buckets:
             if kind == "tokens":
                 bucket.left = min(bucket.capacity, bucket.left + unused_tokens)
@@ -294,7 +295,7 @@ class Meter:
         Raises `LimitReached` when as many other adapters are loaded for this tenant as its share allows.
         """
         self._refuse_share(key, tenant, name)
-        mine = self._loading.setdefault(tenant.name, Tally())
+        mine = self.loading.setdefault(tenant.name, Tally())
         mine[name] += 1
         try:
             yield
@@ -306,7 +307,7 @@ class Meter:
     def _refuse_share(self, key: Key, tenant: Tenant, name: str) -> None:
         share = tenant.limits.get("load_share", LOAD_SHARE if key.policies else 1.0)
         share = min(share, key.limits.get("load_share", 1.0))
-        mine = {*self._loading.get(tenant.name, ()), *self._prewarming.get(tenant.name, ())}
+        mine = {*self.loading.get(tenant.name, ()), *self._prewarming.get(tenant.name, ())}
         if name not in mine and len(mine) >= max(1, math.floor(share * self._load_places)):
             limit = f"{share:.0%} of the queue of cold loads"
             raise self._over(tenant, "load_share", limit, f"tenant:{tenant.name}", 1.0)

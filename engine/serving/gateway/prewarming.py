@@ -73,7 +73,7 @@ class Prewarmer:
                     if self._notes & (self._notes - 1) == 0:
                         self._seen = frozenset()
                     rows = self.rows(time.time())
-                    await asyncio.to_thread(self._write, rows)
+                    await asyncio.to_thread(self.write, rows)
             except (GraftworkError, OSError) as error:
                 log.warning("Prewarming failed and will be retried: %s", error)
             await asyncio.sleep(LOOK_S)
@@ -186,7 +186,8 @@ class Prewarmer:
             log.warning("Cannot read %s; starting without prewarmed adapters: %s", self._file, error)
             return []
 
-    def _write(self, rows: list[dict[str, Any]]) -> None:
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        """Write what `rows` returned, for the next start."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self._file, json.dumps(rows))
 

@@ -55,7 +55,7 @@ class Router:
         self._catalog = catalog
         # An HMAC of some words with the installation's secret (24 hex digits).
         self.keyed_hash = lru_cache(KEPT_HASHES)(catalog.keyed_hash)
-        self._clock = clock
+        self.clock = clock
         # Of the whole catalog, and the number of the newest change that was read.
         self._version: int | None = None
         self._seen = 0
@@ -182,7 +182,7 @@ class Router:
             mine = tuple(key.policies) if key is not None else ()
             raise await self._suggester.unknown(model, self._seen, mine) from None
         # Requests may share a look: a server is asked five times a second.
-        return target, min(began, time.time() - (self._clock() - self._read_at))
+        return target, min(began, time.time() - (self.clock() - self._read_at))
 
     def revision(self, policy: str, digest: str, may_be_old: bool = True) -> Revision:
         """Return a revision by its digest or a prefix of it.
@@ -252,11 +252,11 @@ class Router:
                 self._note_changed(names)
                 self._version = version
                 self._feed += names is None or bool(names)
-            self._read_at = self._clock() - self._catalog.changes.age()
+            self._read_at = self.clock() - self._catalog.changes.age()
         except ServiceError as error:
             if self._version is None:
                 raise ServiceError(f"{error} No request can be routed until it is readable.") from None
-        self._looked_at = self._clock()
+        self._looked_at = self.clock()
 
     def _note_changed(self, names: set[str | None] | None) -> None:
         if names is None or self._changed is None or len(self._changed) >= self._cached_rows:
@@ -278,7 +278,7 @@ class Router:
         except ServiceError as error:
             if kept is None:
                 raise ServiceError(f"{error} Try again.") from None
-            self._rows.fail(key, self._clock())
+            self._rows.fail(key, self.clock())
             return kept[1]
         self._rows.put(key, self._seen, value)
         return value

@@ -51,18 +51,16 @@ class AdapterFetch:
                 return await self._engine.prepare(name, await self._fetched(row))
             except (DamagedBytes, MissingBytes) as fault:
                 await self._engine.forget(name)
-                better = None if last else await self._in_thread(self._look_again, row)
+                better = None if last else await self.in_thread(self._look_again, row)
                 if better is None:
                     if isinstance(fault, DamagedBytes):
-                        await self._in_thread(
-                            self._catalog.quarantine.add, row.policy, row.digest, str(fault)
-                        )
+                        await self.in_thread(self._catalog.quarantine.add, row.policy, row.digest, str(fault))
                     raise
                 row = better
 
     async def confirm(self, row: Revision) -> None:
         """Raise `NotFound` when the row is gone by now, and `AdapterError` when it is in quarantine."""
-        await self._in_thread(self._confirm, row)
+        await self.in_thread(self._confirm, row)
 
     def refuse_quarantined(self, row: Revision) -> None:
         """Raise `AdapterError` with the reason when a revision is in quarantine."""
@@ -76,7 +74,7 @@ class AdapterFetch:
     async def _fetched(self, row: Revision) -> dict[str, Any]:
         # A thread costs as much as the rest of a small load, so a local catalog and store do without.
         if self._store.is_remote or not self._catalog.is_file:
-            return await self._in_thread(self._fetch, row)
+            return await self.in_thread(self._fetch, row)
         return self._fetch(row)
 
     def _fetch(self, row: Revision) -> dict[str, Any]:
@@ -101,5 +99,6 @@ class AdapterFetch:
         was_copy = self._store.drop_cached(location(row))
         return now if was_copy or location(now) != location(row) else None
 
-    async def _in_thread(self, work: Callable[..., Any], *args: Any) -> Any:
+    async def in_thread(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Return what a function returns that waits for the catalog or the store."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)

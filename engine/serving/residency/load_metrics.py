@@ -23,7 +23,7 @@ class LoadMetrics:
     """Counters of loads, waits and evictions, and sizes of tiers and queue; one instance a registry."""
 
     def __init__(self, registry: CollectorRegistry):
-        self._registry = registry
+        self.registry = registry
         self.loads = Counter(
             "graftwork_loads", "Cold loads that ended.", ["priority", "outcome"], registry=registry
         )
@@ -59,7 +59,7 @@ class LoadMetrics:
 
     def watch(self, tier: HostTierCache, queue: LoadQueue, states: AdapterStates) -> None:
         """Export tier, queue and states; they are read at each scrape."""
-        self._registry.register(StatesCollector(states))
+        self.registry.register(StatesCollector(states))
         self.adapters.labels("slot").set_function(lambda: len(states.in_slots))
         self.bytes.labels("slot").set_function(
             lambda: sum(tier.residents[name].bytes for name in states.in_slots)

@@ -55,14 +55,14 @@ class Residency:
         # What the newest loads that failed said, by served name.
         self.faults: dict[str, str] = {}
         self._engine = engine
-        self._fetch = AdapterFetch(engine, catalog, store)
+        self.fetch = AdapterFetch(engine, catalog, store)
         self._timeout_s = config.load_timeout_s
         self._pinned = pinned
         # Prewarms and calls to forget; asyncio keeps only weak references to tasks.
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._metrics = metrics or LoadMetrics(CollectorRegistry())
-        self._metrics.watch(self.tier, self.queue, self.states)
-        self._log = LoadLog(self._metrics, on_load, self.tier)
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.metrics = metrics or LoadMetrics(CollectorRegistry())
+        self.metrics.watch(self.tier, self.queue, self.states)
+        self._log = LoadLog(self.metrics, on_load, self.tier)
 
     @property
     def residents(self) -> dict[str, Resident]:
@@ -94,7 +94,7 @@ class Residency:
         self.states.move(name, AdapterEvent.ASK)
         self.tier.hold(name)
         self.tier.popularity.add(name)
-        self._metrics.hits.inc()
+        self.metrics.hits.inc()
         return name
 
     async def hold(self, revision: Revision, priority: str = INTERACTIVE) -> str:
@@ -112,7 +112,7 @@ class Residency:
 
     def refuse_quarantined(self, revision: Revision) -> None:
         """Raise `AdapterError` when a revision is in quarantine now."""
-        self._fetch.refuse_quarantined(revision)
+        self.fetch.refuse_quarantined(revision)
 
     def release(self, name: str, is_use: bool = True) -> None:
         """End a hold; `is_use` says whether a request used the adapter."""
@@ -132,7 +132,7 @@ class Residency:
 
     def take_report(self, in_slots: Collection[str], lost: Collection[str], report: SlotReport) -> None:
         """Apply a worker's report: which adapters are in a slot now, and which have lost their bytes."""
-        self._metrics.count_slots(report)
+        self.metrics.count_slots(report)
         for name in lost:
             self.lose(name)
         for name in self.states.in_slots.difference(in_slots):
@@ -177,8 +177,8 @@ class Residency:
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
     def _join(
         self, revision: Revision, priority: str, is_use: bool = True
@@ -193,7 +193,7 @@ class Residency:
             try:
                 self.queue.add(load, is_returning=self.states.state(name) is AdapterState.LEAVING)
             except Busy:
-                self._metrics.refused.labels(priority).inc()
+                self.metrics.refused.labels(priority).inc()
                 raise
         else:
             refuse_twin(load.revision, revision)
@@ -223,7 +223,7 @@ class Residency:
                 raise self._too_late(load) from None
             raise
         finally:
-            self._metrics.wait_s.labels(load.priority).observe(time.monotonic() - began)
+            self.metrics.wait_s.labels(load.priority).observe(time.monotonic() - began)
 
     def _call_off(self, load: Load) -> None:
         """Cancel a load without waiters, queued or running."""
@@ -246,10 +246,10 @@ class Residency:
         fault: Exception | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._fetch.bring(load.name, load.revision)
+                await self.fetch.bring(load.name, load.revision)
                 while load.in_doubt:
                     load.in_doubt = False
-                    await self._fetch.confirm(load.revision)
+                    await self.fetch.confirm(load.revision)
         except TimeoutError:
             fault = self._too_late(load)
         except GraftworkError as error:

@@ -229,7 +229,7 @@ class HostTier:
         self._segments = OpenSegments()
         self._plan = lru_cache(LAYOUTS)(lambda layout: SlotCopyPlan(read_layout(layout), modules))
         # Callbacks of each adapter that is being prepared.
-        self._loading: dict[str, list[Tell]] = {}
+        self.loading: dict[str, list[Tell]] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="graftwork-prepare")
 
@@ -238,7 +238,7 @@ class HostTier:
         with self._lock:
             is_here = name in self.adapters
             if not is_here:
-                waiting = self._loading.setdefault(name, [])
+                waiting = self.loading.setdefault(name, [])
                 waiting.append(tell)
                 if len(waiting) == 1:
                     self._pool.submit(self._prepare, name, address, waiting)
@@ -249,7 +249,7 @@ class HostTier:
         """Drop an adapter, also one that is being prepared."""
         with self._lock:
             self.adapters.pop(name, None)
-            waiting = self._loading.pop(name, [])
+            waiting = self.loading.pop(name, [])
         for tell in waiting:
             tell(FORGOTTEN)
 
@@ -290,7 +290,7 @@ class HostTier:
     def _prepare(self, name: str, address: dict[str, Any], waiting: list[Tell]) -> None:
         adapter, state = None, READY
         # Forgotten meanwhile; if it was requested again, another list waits.
-        if self._loading.get(name) is not waiting:
+        if self.loading.get(name) is not waiting:
             return
         try:
             adapter = self.open(name, address)
@@ -299,9 +299,9 @@ class HostTier:
             # Any error must be reported, or the adapter's requests would wait until their timeout.
             state = _kind(error), f"{name} cannot be loaded: {error}"
         with self._lock:
-            if self._loading.get(name) is not waiting:
+            if self.loading.get(name) is not waiting:
                 return
-            del self._loading[name]
+            del self.loading[name]
             if adapter is not None and state == READY:
                 self.adapters[name] = adapter
         for tell in waiting:

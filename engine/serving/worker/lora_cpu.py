@@ -51,15 +51,15 @@ def split(slots: Sequence[int], idle: frozenset[int]) -> Split | None:
 class GroupedPunica(PunicaWrapperCPU):
     """vLLM's CPU wrapper with grouped operations: rows are grouped by slot once a step, for all layers."""
 
-    _plan: grouped.TilePlan | None = None
-    _slots: Sequence[int] = ()
+    plan: grouped.TilePlan | None = None
+    slots: Sequence[int] = ()
     # The adapter id in each slot that the step uses.
     occupants: Mapping[int, int] = {}
 
     def split(self, idle: frozenset[int]) -> Split | None:
         """Divide the step's rows for a layer on which the adapters in `idle` slots have no effect; cached."""
         if idle not in self._splits:
-            self._splits[idle] = split(self._slots, idle)
+            self._splits[idle] = split(self.slots, idle)
         return self._splits[idle]
 
     def update_metadata(
@@ -67,8 +67,8 @@ class GroupedPunica(PunicaWrapperCPU):
     ) -> None:
         """Plan a step: slots of its rows and their groups. vLLM calls it when the adapters change."""
         slot_of = {lora_id: slot for slot, lora_id in enumerate(lora_index_to_id) if lora_id is not None}
-        self._slots = [slot_of[i] if i > 0 else -1 for i in mapping.index_mapping]
-        self._plan = grouped.plan(self._slots)
+        self.slots = [slot_of[i] if i > 0 else -1 for i in mapping.index_mapping]
+        self.plan = grouped.plan(self.slots)
         self.occupants = {slot_of[i]: i for i in set(mapping.index_mapping) if i > 0}
         self._splits: dict[frozenset[int], Split | None] = {}
         self._parts: dict[tuple[int, int], grouped.TilePlan | None] = {}
@@ -76,17 +76,17 @@ class GroupedPunica(PunicaWrapperCPU):
     def plan_of(self, first: int, end: int) -> grouped.TilePlan | None:
         """Return the plan of the rows from `first` to `end`; made once a step."""
         if (first, end) not in self._parts:
-            self._parts[first, end] = grouped.plan(self._slots[first:end])
+            self._parts[first, end] = grouped.plan(self.slots[first:end])
         return self._parts[first, end]
 
     @contextmanager
     def only(self, first: int, end: int) -> Iterator[None]:
         """Limit linear layers in this context to the rows from `first` to `end` as their whole input."""
-        whole, self._plan = self._plan, self.plan_of(first, end)
+        whole, self.plan = self.plan, self.plan_of(first, end)
         try:
             yield
         finally:
-            self._plan = whole
+            self.plan = whole
 
     def add_lora_linear(
         self,
@@ -101,7 +101,7 @@ class GroupedPunica(PunicaWrapperCPU):
         **kwargs: Any,
     ) -> None:
         """Add each row's LoRA product to y (T, sum of `output_slices`) in place, for x (T, H)."""
-        if self._plan is None:
+        if self.plan is None:
             return
         assert isinstance(lora_a_stacked, SlotViews), "a LoRA layer without our slot buffers"
         assert scale == 1.0, "scaling is folded into the adapter at export"
@@ -112,7 +112,7 @@ class GroupedPunica(PunicaWrapperCPU):
             slots.a_SMRI,
             slots.b_SRO,
             slots.widths,
-            self._plan,
+            self.plan,
         )
 
     def add_lora_embedding(self, *args: Any, **kwargs: Any) -> None:

@@ -128,7 +128,7 @@ class SlotCopyPlan:
             flags[slot] = 0
 
     def _prepare_slot(self, slot: int, before: "SlotCopyPlan | None") -> None:
-        for stale in self._stale(before, slot):
+        for stale in self.stale(before, slot):
             stale.zero_()
         for flags in self._flags:
             flags[slot] = 0
@@ -140,7 +140,7 @@ class SlotCopyPlan:
             self._targets[slot] = [region.target[slot] for region in self.regions]
         return self._targets[slot]
 
-    def _stale(self, before: "SlotCopyPlan | None", slot: int) -> Iterator[Tensor]:
+    def stale(self, before: "SlotCopyPlan | None", slot: int) -> Iterator[Tensor]:
         """Yield the parts of a slot that the last occupant wrote and this plan does not overwrite."""
         ranks: dict[tuple[object, ...], int] = {region.key: region.block.rank for region in self.regions}
         for region in before.regions if before else ():
@@ -170,14 +170,14 @@ class Runs:
         for first, last in pairwise(self.cuts):
             left = vectors[first:last]
             while len(left):
-                found = _preadv(descriptor, left, offset + done)
+                found = preadv(descriptor, left, offset + done)
                 if not found:
                     raise OSError(errno.EIO, f"the file ends after {done} of {wanted} bytes")
                 done += found
                 left = _after(left, found)
 
 
-def _preadv(descriptor: int, vectors: NDArray[np.uint64], offset: int) -> int:
+def preadv(descriptor: int, vectors: NDArray[np.uint64], offset: int) -> int:
     """Read into `vectors` (N, 2: address, bytes); return the number of bytes, 0 at the end of the file."""
     while True:
         found: int = LIBC.preadv(descriptor, vectors.ctypes.data, len(vectors), offset)

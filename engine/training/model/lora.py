@@ -160,13 +160,13 @@ class ResidentBase:
     def logprobs_and_entropy(self, rows: Sequence[TokenRow] | Stream) -> tuple[Tensor, Tensor]:
         """Return `logprobs` and the predicted distributions' entropies (T,), in nats, without gradient."""
         head = self.model.get_output_embeddings()
-        logprob_T, entropy_T = ChosenLogprobs.apply(*self._hidden(rows), head.weight, head.bias)
+        logprob_T, entropy_T = ChosenLogprobs.apply(*self.hidden(rows), head.weight, head.bias)
         return logprob_T, entropy_T
 
-    def _hidden(self, rows: Sequence[TokenRow] | Stream) -> tuple[Tensor, Tensor]:
+    def hidden(self, rows: Sequence[TokenRow] | Stream) -> tuple[Tensor, Tensor]:
         """Return the hidden states (T, H) that predict the completion tokens, and these tokens (T,)."""
         if not isinstance(rows, Stream):
-            return self._hidden(self.pack([rows])) if self.packs else self._padded(rows)
+            return self.hidden(self.pack([rows])) if self.packs else self._padded(rows)
         stream = rows
         self.replay.lay(stream.routes, self.device)
         found = self.model.get_decoder()(
@@ -179,7 +179,7 @@ class ResidentBase:
         return found.last_hidden_state[0].index_select(0, stream.before), stream.chosen
 
     def _padded(self, rows: Sequence[TokenRow]) -> tuple[Tensor, Tensor]:
-        """Return `_hidden` for rows padded on the right, where causal attention ignores the padding."""
+        """Return `hidden` for rows padded on the right, where causal attention ignores the padding."""
         width = max(len(row.tokens) for row in rows)
         tokens_BS = torch.zeros(len(rows), width, dtype=torch.long)
         for i, row in enumerate(rows):

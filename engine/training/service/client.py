@@ -91,7 +91,7 @@ class TrainerClient(ServiceClient):
         for session, fence in list(self._writing.items()):
             body = protocol.CloseSession(request_id=_new_id(), session=session, fence=fence)
             with suppress(httpx.TransportError):
-                self._http.post("/close_session", json=body.model_dump())
+                self.http.post("/close_session", json=body.model_dump())
         self._writing.clear()
 
     def sessions(self) -> list[dict[str, Any]]:
@@ -242,11 +242,11 @@ class TrainerClient(ServiceClient):
                 body = protocol.Heartbeat(session=session, fence=fence).model_dump()
                 # The next operation waits for an absent trainer; a closed client raises RuntimeError.
                 with suppress(httpx.TransportError, RuntimeError):
-                    self._http.post("/session_heartbeat", json=body)
+                    self.http.post("/session_heartbeat", json=body)
 
     def _run(self, path: str, body: protocol.Request) -> dict[str, Any]:
         def send() -> dict[str, Any]:
-            sent = self._http.post(path, content=body.model_dump_json(), headers=_JSON)
+            sent = self.http.post(path, content=body.model_dump_json(), headers=_JSON)
             return self._wait(self._told(sent)["operation"])
 
         session, until = str(getattr(body, "session", "")), time.monotonic() + self.busy_s
@@ -262,7 +262,7 @@ class TrainerClient(ServiceClient):
     def _wait(self, operation: str) -> dict[str, Any]:
         until = time.monotonic() + self.timeout_s
         while time.monotonic() < until:
-            response = self._http.get(f"/operations/{operation}", params={"wait_s": POLL_S})
+            response = self.http.get(f"/operations/{operation}", params={"wait_s": POLL_S})
             if response.status_code == 404:
                 raise _Lost(
                     f"The trainer at {self.url} has restarted and does not know the operation {operation}."

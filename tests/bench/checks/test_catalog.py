@@ -110,7 +110,7 @@ def test_the_floor_registers_as_many_and_leaves_nothing(tmp_path: Path, monkeypa
     assert (found["rows"], len(synced)) == (300, 5)
     assert found["seconds"] > 0
     data, catalog = (folder / "floor.seg").read_bytes(), Catalog(f"sqlite:///{folder / 'catalog.db'}")
-    rows = catalog._access.quick('SELECT digest, checksum, "offset", length FROM revisions', ())
+    rows = catalog.access.quick('SELECT digest, checksum, "offset", length FROM revisions', ())
     # Every adapter is another, where its row says, under its own hash.
     assert len({digest for digest, *_ in rows}) == 300
     for digest, checksum, offset, length in rows:

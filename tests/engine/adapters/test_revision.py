@@ -149,7 +149,7 @@ def test_two_that_write_the_same_revision_leave_each_other_s_draft_alone(tmp_pat
     """The second comes while the first has written its files and not yet read them back."""
     tensors = make_tensors()
     given = tmp_path / "x", tensors, make_manifest(tensors), {}
-    write, ended, started = revision._write_files, threading.Event(), []
+    read, ended, started = revision.read_revision, threading.Event(), []
 
     def second() -> Path:
         try:
@@ -158,12 +158,12 @@ def test_two_that_write_the_same_revision_leave_each_other_s_draft_alone(tmp_pat
             ended.set()
 
     def is_met(*arguments):
-        write(*arguments)
         if not started:
             started.append(pool.submit(second))
             ended.wait(0.5)
+        return read(*arguments)
 
-    monkeypatch.setattr(revision, "_write_files", is_met)
+    monkeypatch.setattr(revision, "read_revision", is_met)
     with ThreadPoolExecutor(1) as pool:
         path = revision.write_revision(*given)
         assert started[0].result(20) == path

@@ -8,6 +8,7 @@ from typing import Any
 
 import duckdb
 import pytest
+from fsspec.core import url_to_fs
 
 from engine.backup import ledger_archive
 from engine.backup.ledger_archive import Archiver, archive, read_state
@@ -63,7 +64,8 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def names(place: BackupPlace) -> list[str]:
-    found = place._client.find(f"{place._root}/ledger")
+    files, root = url_to_fs(place.address, use_listings_cache=False)
+    found = files.find(f"{root}/ledger")
     return sorted(name.partition("/ledger/")[2] for name in found)
 
 

@@ -276,7 +276,7 @@ def test_the_real_model_is_what_a_second_reader_reads(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     base = bases.ensure_base(BaseConfig(name="smollm2-135m"), Paths(tmp_path))
-    file = bases._gguf_file("smollm2-135m")
+    file = bases.gguf_file("smollm2-135m")
     model, other = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
         for path, options in ((base.path, {}), (file.parent, {"gguf_file": file.name}))

@@ -133,7 +133,7 @@ def test_a_policys_own_texts_are_kept_as_hashes(filled: Catalog) -> None:
 def test_the_database_refuses_to_change_an_entry(filled: Catalog) -> None:
     for statement in ("UPDATE audit SET actor = 'nobody'", "DELETE FROM audit"):
         with (
-            filled._access.engine.connect() as connection,
+            filled.access.engine.connect() as connection,
             pytest.raises(DatabaseError, match="never changed"),
         ):
             connection.execute(text(statement))

@@ -25,6 +25,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, event, select, update
 
+from engine.catalog import access as catalog_access
 from engine.catalog import changes as catalog_changes
 from engine.catalog import leases as catalog_leases
 from engine.catalog.catalog import (
@@ -130,7 +131,7 @@ def test_a_database_that_is_empty_or_gone_is_a_sentence(empty_catalog_url: str) 
 
 def test_a_full_disk_is_a_sentence(sqlite_catalog_url: str) -> None:
     catalog = Catalog(sqlite_catalog_url)
-    with catalog._access.write() as connection:
+    with catalog.access.write() as connection:
         pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
     with pytest.raises(ServiceError, match="cannot be written"):
         _write_too_much(catalog, pages)
@@ -139,7 +140,7 @@ def test_a_full_disk_is_a_sentence(sqlite_catalog_url: str) -> None:
 
 
 def _write_too_much(catalog: Catalog, pages: int) -> None:
-    with catalog._access.write() as connection:
+    with catalog.access.write() as connection:
         connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
         connection.exec_driver_sql("INSERT INTO layouts VALUES ('x', hex(zeroblob(1000000)))")
 
@@ -425,7 +426,7 @@ def test_a_damaged_layout_is_refused_until_it_is_whole_again(catalog: Catalog) -
     digest = hashlib.sha256(body.encode()).hexdigest()
     catalog.layouts.add(digest, body)
     assert catalog.layouts.get(digest) == body
-    with catalog._access.write() as connection:
+    with catalog.access.write() as connection:
         # Of the same form: nothing but its digest says that it is another.
         connection.execute(update(layouts).values(body='{"blocks": "ba"}'))
     with pytest.raises(AdapterError, match="is damaged"):
@@ -446,22 +447,20 @@ def test_a_server_that_is_down_is_asked_once_in_a_while(
     url = fresh_database(postgres_server)
     migrate(url)
     with closing(Catalog(url)) as catalog:
-        catalog.changes.version()
         asked: list[object] = []
-        read = catalog._access.read
+        read = catalog.access.read
 
         def down(engine: object = None) -> object:
             asked.append(engine)
             raise ServiceError("The catalog cannot be read.")
 
         monkeypatch.setattr(catalog_changes, "POLL_S", 0.3)
-        monkeypatch.setattr(catalog._access, "read", down)
-        catalog.changes._looked = None
+        monkeypatch.setattr(catalog.access, "read", down)
         for _ in range(5):
             with pytest.raises(ServiceError, match="cannot be read"):
                 catalog.changes.version()
         assert len(asked) == 1
-        monkeypatch.setattr(catalog._access, "read", read)
+        monkeypatch.setattr(catalog.access, "read", read)
         time.sleep(0.31)
         catalog.changes.version()
         assert catalog.changes.age() < 0.3
@@ -477,7 +476,8 @@ def test_nobody_waits_again_for_a_server_that_says_nothing(
     migrate(url)
     silent = socket.create_server(("127.0.0.1", 0))
     with silent, closing(Catalog(url)) as catalog:
-        catalog._access.engine.dispose()
+        catalog.access.engine.dispose()
+        monkeypatch.setattr(catalog_access, "SILENT_MOST_S", 2.0)
 
         def elsewhere(*args: Any, **options: Any) -> object:
             options |= {"host": "127.0.0.1", "port": silent.getsockname()[1]}
@@ -498,7 +498,7 @@ def test_nobody_waits_again_for_a_server_that_says_nothing(
         assert waited[0] > 1.0
         assert max(waited[1:]) < 0.1
         monkeypatch.undo()
-        catalog._access._silent.until = 0.0
+        time.sleep(2.0)
         with pytest.raises(NotFound):
             catalog.routes.get("sorting")
 
@@ -511,7 +511,7 @@ def test_a_loop_does_not_wait_for_a_server_that_stands_still(
     url = fresh_database(postgres_server)
     migrate(url)
     with closing(Catalog(url)) as catalog:
-        with catalog._access.read() as connection:
+        with catalog.access.read() as connection:
             (pid,) = connection.exec_driver_sql("SELECT pg_backend_pid()").one()
 
         def stop(*_: object) -> None:
@@ -531,7 +531,7 @@ def test_a_loop_does_not_wait_for_a_server_that_stands_still(
             if is_asked_first:
                 stop()
             else:
-                event.listen(catalog._access.engine, "before_cursor_execute", stop, once=True)
+                event.listen(catalog.access.engine, "before_cursor_execute", stop, once=True)
             assert 1.9 < asyncio.run(ask()) < 6
             assert catalog.policies.page() == []
         finally:
@@ -551,7 +551,7 @@ def test_a_restart_of_the_server_fails_nobody(postgres_server: str, kind: str) -
             "read": partial(catalog.policies.get, "sorting"),
             "write": add,
         }[kind]
-        threads = [catalog._access.engine.raw_connection() for _ in range(3)]
+        threads = [catalog.access.engine.raw_connection() for _ in range(3)]
         for connection in threads:
             connection.close()
         with psycopg.connect(url) as other:

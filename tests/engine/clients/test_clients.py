@@ -34,8 +34,8 @@ def served(client: ServiceClient, answers: Answers) -> list[httpx.Request]:
         seen.append(request)
         return answers(request)
 
-    headers = client._http.headers
-    client._http = httpx.Client(base_url=client.url, headers=headers, transport=httpx.MockTransport(handle))
+    headers = client.http.headers
+    client.http = httpx.Client(base_url=client.url, headers=headers, transport=httpx.MockTransport(handle))
     return seen
 
 

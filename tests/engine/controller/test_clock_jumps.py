@@ -9,6 +9,7 @@ import pytest
 from engine.catalog.catalog import Catalog, Release, migrate
 from engine.controller.evidence import EvidenceReader
 from engine.controller.loop import Controller
+from engine.ledger.ledger import Ledger
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
 from tests.helpers.canary_users import Users
@@ -123,7 +124,7 @@ def test_a_step_lasts_as_long_as_it_may(
     controller: Controller, clocks: Clocks, jump_s: float, settings: dict[str, float], step: str, reason: str
 ) -> None:
     steady = [0.0]
-    controller._reader = EvidenceReader(controller.catalog, lambda: steady[0])
+    controller.reader = EvidenceReader(controller.catalog, lambda: steady[0])
     controller.tick()
     release = start(controller, **settings)
     controller.tick()
@@ -140,16 +141,21 @@ def test_a_step_lasts_as_long_as_it_may(
 
 @pytest.mark.parametrize("jump_s", [-JUMP_S, JUMP_S])
 def test_a_release_waits_for_scores_spooled_before_it(
-    controller: Controller, users: Users, clocks: Clocks, jump_s: float
+    controller: Controller, users: Users, clocks: Clocks, monkeypatch: pytest.MonkeyPatch, jump_s: float
 ) -> None:
-    controller._ingest()
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    controller.tick()
     fields = {"policy": "sorting", "base": "base", "suite": "sorting-json", "suite_version": "1"}
     for digest in (OLD, NEW):
         users.spool.emit("scores", digest=digest, item="a", score=1.0, **fields)
     users.spool.rotate()
     clocks.jump(jump_s, jump_s)
     release = controller.decisions.start("sorting", NEW, {}, {}, "me")
-    controller._advance_all()
+    with monkeypatch.context() as disk:
+        disk.setattr(Ledger, "ingest", full)
+        controller.tick()
     assert state_of(controller, release) == ("running", "probe")
     controller.tick()
     assert state_of(controller, release) == ("running", "canary")

@@ -28,7 +28,7 @@ class World:
         self.catalog = Catalog(params.paths.catalog_url)
         fill(self.catalog)
         self.controller = Controller(params, "test")
-        self.controller._reader = EvidenceReader(self.controller.catalog, lambda: self.now)
+        self.controller.reader = EvidenceReader(self.controller.catalog, lambda: self.now)
         self.engines: dict[str, Replica] = {}
 
     def join(self, id: str, base: str = "base") -> None:

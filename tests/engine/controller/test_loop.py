@@ -141,7 +141,7 @@ def test_only_users_with_a_unit_and_only_their_first_reward_count(
 
 def test_a_ramp_moves_users_step_by_step_and_bakes(controller: Controller, users: Users) -> None:
     moment = 0.0
-    controller._reader = EvidenceReader(controller.catalog, lambda: moment)
+    controller.reader = EvidenceReader(controller.catalog, lambda: moment)
     release = start(controller, ramp=[0.05, 0.1], bake_seconds=100)
     routes, weights = controller.catalog.routes, []
     for pairs in (10, 10, 60, 0):
@@ -353,14 +353,22 @@ def test_the_language_gate_compares_the_windows_of_revision_and_base(
             assert ended.evidence["language"] == found
 
 
-def test_a_release_waits_for_what_was_spooled_before_it(controller: Controller, users: Users) -> None:
-    controller._ingest()
+def full(*_: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_release_waits_for_what_was_spooled_before_it(
+    controller: Controller, users: Users, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller.tick()
     fields = {"policy": "sorting", "base": "base", "suite": "sorting-json", "suite_version": "1"}
     for digest in (OLD, NEW):
         users.spool.emit("scores", digest=digest, item="a", score=1.0, **fields)
     users.spool.rotate()
     release = controller.decisions.start("sorting", NEW, {}, {}, "me")
-    controller._advance_all()
+    with monkeypatch.context() as disk:
+        disk.setattr(Ledger, "ingest", full)
+        controller.tick()
     assert controller.catalog.releases.get(release.id).step == "probe"
     controller.tick()
     assert controller.catalog.releases.get(release.id).step == "canary"
@@ -471,7 +479,7 @@ def test_a_failing_part_is_an_alarm_and_stops_no_other(controller: Controller, u
     assert controller.catalog.releases.get(release.id).state == "rolled_back"
     assert set(controller.faults) == {"snapshot"}
     snapshot.rmdir()
-    controller._due.clear()
+    controller.due.clear()
     controller.tick()
     assert controller.faults == {}
     assert snapshot.is_file()
@@ -537,7 +545,7 @@ def test_feedback_waits_for_answers_that_cannot_be_taken_in(
 def test_a_clock_that_jumps_ahead_expires_nothing_until_it_has_held(controller: Controller) -> None:
     catalog, wall, steady = controller.catalog, [1000.0], [0.0]
     file = controller.params.paths.clock
-    controller._clock = TrustedClock(file, lambda: wall[0], lambda: steady[0])
+    controller.clock = TrustedClock(file, lambda: wall[0], lambda: steady[0])
     catalog.revisions.add_many(
         [replace(catalog.revisions.get("sorting", THIRD), digest="dd" * 32, expires_at=5000.0)]
     )
@@ -545,7 +553,7 @@ def test_a_clock_that_jumps_ahead_expires_nothing_until_it_has_held(controller: 
     def turn(wall_s: float, steady_s: float) -> bool:
         wall[0] += wall_s
         steady[0] += steady_s
-        controller._due.clear()
+        controller.due.clear()
         controller.tick()
         return "expire" in controller.faults
 
@@ -554,7 +562,7 @@ def test_a_clock_that_jumps_ahead_expires_nothing_until_it_has_held(controller: 
     assert "jumped forward by 999990 s" in controller.faults["expire"]
     assert turn(1800, 1800)
     # Who sees the alarm and starts the services again must not make the jump believed.
-    controller._clock = TrustedClock(file, lambda: wall[0], lambda: steady[0])
+    controller.clock = TrustedClock(file, lambda: wall[0], lambda: steady[0])
     assert turn(10, 10)
     # Set right, and wrong again: the hour begins anew.
     assert not turn(-1e6, 10)
@@ -592,7 +600,9 @@ def test_a_clock_is_remembered_until_the_machine_starts_again(
 
 
 def test_another_holder_of_the_lease_ends_the_loop(controller: Controller) -> None:
-    controller.catalog.leases.renew("controller", "test", controller._fence, ttl_s=-1)
+    lease = controller.catalog.leases.find("controller")
+    assert lease is not None
+    controller.catalog.leases.renew("controller", "test", lease.fence, ttl_s=-1)
     assert controller.catalog.leases.acquire("controller", "another machine", ttl_s=60) is not None
     with pytest.raises(Conflict, match="taken the lease"):
         controller.tick()
@@ -796,7 +806,7 @@ def test_pages_health_ledger_and_metrics(controller: Controller, web: TestClient
     assert "<script>" not in page
     assert f"http://127.0.0.1:{controller.params.mlflow.port}" in page
     assert web.get("/policies").json()[0]["route"]["champion"] == OLD
-    controller._due.clear()
+    controller.due.clear()
     controller.tick()
     rows = web.get("/ledger/verdicts", params={"policy": "sorting"}).json()
     assert [row["verdict"] for row in rows] == ["hold"]

@@ -100,7 +100,7 @@ def world(tmp_path: Path) -> Iterator[ManyPolicies]:
     routes = Catalog(params.paths.catalog_url)
     router, spool = Router(routes, "base", "base"), Spool(params.paths.spool, "gateway")
     world = ManyPolicies(params, controller, router, spool, np.random.default_rng(1))
-    controller._reader = EvidenceReader(controller.catalog, lambda: world.clock_s)
+    controller.reader = EvidenceReader(controller.catalog, lambda: world.clock_s)
     yield world
     controller.close()
     routes.close()

@@ -254,10 +254,10 @@ def test_a_deleted_champion_version_is_an_alarm_until_it_is_back(
     mlflow.move("champion", "2")
     mirror.mirror()
     assert controller.catalog.routes.get("sorting").champion == OLD
-    assert OLD[:12] in mirror._alarms["sorting"]
+    assert OLD[:12] in str(mirror.fault)
     again = mlflow.register(OLD)
     mirror.mirror()
-    assert mirror._alarms == {}
+    assert mirror.fault is None
     assert mlflow.aliases() == {"champion": again}
     assert controller.catalog.routes.get("sorting").champion == OLD
 
@@ -279,12 +279,12 @@ def test_a_restored_registry_moves_nothing(
     handlers._model_registry_store = None
     mirror.mirror()
     assert controller.catalog.routes.get("sorting").champion == fourth
-    assert fourth[:12] in mirror._alarms["sorting"]
+    assert fourth[:12] in str(mirror.fault)
     assert mlflow.aliases() == {"champion": "1"}
     again = mlflow.register(fourth)
     mirror.mirror()
     assert mlflow.aliases() == {"champion": again, "previous": "1"}
-    assert mirror._alarms == {}
+    assert mirror.fault is None
 
 
 def test_a_registered_model_that_is_gone_is_an_alarm(
@@ -294,7 +294,7 @@ def test_a_registered_model_that_is_gone_is_an_alarm(
         "DELETE", f"{API}/registered-models/delete", json={"name": "sorting"}
     ).raise_for_status()
     mirror.mirror()
-    assert "missing in MLflow" in mirror._alarms["sorting"]
+    assert "missing in MLflow" in str(mirror.fault)
     assert controller.catalog.routes.get("sorting").champion == OLD
 
 
@@ -470,7 +470,7 @@ def test_mlflow_tells_of_a_moved_alias(client: httpx.Client, mlflow: Mlflow) -> 
 
 
 def test_a_registry_that_takes_no_webhook_is_still_polled(
-    controller: Controller, mlflow: Mlflow, client: httpx.Client
+    controller: Controller, mlflow: Mlflow, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = Registry(client)
     mirror = AliasMirror(
@@ -480,7 +480,14 @@ def test_a_registry_that_takes_no_webhook_is_still_polled(
         registry,
         hook="ftp://nowhere/mlflow/webhook",
     )
-    mirror._keep_hooked()
+    ensure = registry.ensure_webhook
+
+    def last(*given: Any) -> None:
+        mirror.stop()
+        ensure(*given)
+
+    monkeypatch.setattr(registry, "ensure_webhook", last)
+    mirror.run()
+    assert mirror.error is None
     assert client.get(f"{API}/webhooks").json().get("webhooks", []) == []
-    mirror.mirror()
     assert mlflow.aliases() == {"champion": "1"}

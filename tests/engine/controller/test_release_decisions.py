@@ -206,7 +206,7 @@ def test_a_release_waits_for_another_one_of_its_policy_if_it_may(
     controller: Controller, web: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = ControllerClient("http://controller")
-    client._http = web
+    client.http = web
     monkeypatch.setattr(release_steps, "controller", lambda _: nullcontext(client))
     first = controller.decisions.start("sorting", NEW, {"approval_s": 60}, {}, "me")
     form = ReleaseForm(policy="sorting", digest=THIRD, by="ada", skip_score="not scored here")
@@ -228,7 +228,7 @@ def test_a_release_waits_no_longer_than_the_other_may_take(
     controller: Controller, web: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = ControllerClient("http://controller")
-    client._http = web
+    client.http = web
     monkeypatch.setattr(release_steps, "controller", lambda _: nullcontext(client))
     monkeypatch.setattr(release_steps, "GATES_S", 0.0)
     first = controller.decisions.start("sorting", NEW, {"max_seconds": 0.1, "load_s": 0.1}, {}, "me")
@@ -294,7 +294,7 @@ def test_a_lift_takes_effect_at_once_and_is_recorded(
 def given(controller: Controller, web: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the commands ask this controller."""
     client = ControllerClient("http://controller")
-    client._http = web
+    client.http = web
     monkeypatch.setattr(decide, "reach", lambda params: nullcontext(client))
     monkeypatch.setattr(decide, "wake", lambda policy, answer: None)
 
@@ -373,7 +373,7 @@ def test_an_engine_that_goes_and_comes_back_is_told_once_each(controller: Contro
         return httpx.Response(200)
 
     monitor = HealthMonitor(controller.catalog, controller.params)
-    monitor._engine._http = httpx.Client(base_url="http://engine", transport=httpx.MockTransport(engine))
+    monitor.engine.http = httpx.Client(base_url="http://engine", transport=httpx.MockTransport(engine))
     for _ in range(2 * MISSES):
         monitor.look()
     assert told(controller) == []  # it has not started yet

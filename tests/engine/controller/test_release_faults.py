@@ -78,12 +78,14 @@ def test_another_controller_takes_over_once_the_lease_has_expired(
     with pytest.raises(Conflict, match="first"):
         Controller(params, "second")
     # As if its time had passed.
-    controller.catalog.leases.renew(LEASE, "first", controller._fence, ttl_s=-1)
+    lease = controller.catalog.leases.find(LEASE)
+    assert lease is not None
+    controller.catalog.leases.renew(LEASE, "first", lease.fence, ttl_s=-1)
     second = Controller(params, "second")
     try:
         second.tick()
         assert state_of(second, release) == "rolled_back"
-        controller._due.clear()
+        controller.due.clear()
         with pytest.raises(Conflict, match="taken the lease"):
             controller.tick()
     finally:

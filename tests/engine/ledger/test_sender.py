@@ -137,7 +137,7 @@ def recorder() -> Recorder:
 @pytest.fixture
 def sender(tmp_path: Path, recorder: Recorder) -> EventSender:
     client = ControllerClient("http://controller", "secret", patience_s=0)
-    client._http = httpx.Client(base_url="http://c", transport=httpx.MockTransport(recorder.handle))
+    client.http = httpx.Client(base_url="http://c", transport=httpx.MockTransport(recorder.handle))
     return EventSender(tmp_path / "spool", client)
 
 

@@ -67,13 +67,13 @@ def test_services_start_only_with_the_memory_that_they_need(params, names, monke
     # Weights of 538 MB in float32, in each of the two, and their libraries.
     assert needed > len(names) * (538e6 + GIB // 2)
     monkeypatch.setattr(host, "free_bytes", lambda: needed)
-    lifecycle._check_base(params, chosen)
+    lifecycle.check_base(params, chosen)
     monkeypatch.setattr(host, "free_bytes", lambda: needed - 1)
     with pytest.raises(ConfigError, match=r"of memory are free, and .* need .* Free memory, lower") as error:
-        lifecycle._check_base(params, chosen)
+        lifecycle.check_base(params, chosen)
     assert all(what in str(error.value) for what in parts)
 
 
 def test_a_service_without_a_base_needs_no_plan(params, monkeypatch):
     monkeypatch.setattr(host, "free_bytes", lambda: 0)
-    lifecycle._check_base(params, [one for one in lifecycle.services(params) if one.name == "controller"])
+    lifecycle.check_base(params, [one for one in lifecycle.services(params) if one.name == "controller"])

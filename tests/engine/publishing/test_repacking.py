@@ -106,7 +106,7 @@ def test_a_page_takes_one_append_and_one_commit_of_its_rows(state, monkeypatch):
     moves = counted(monkeypatch, state.catalog.places, "replace_many")
     syncs = counted(monkeypatch, os, "fdatasync")
     commits: list[object] = []
-    event.listen(state.catalog._access.engine, "commit", commits.append)
+    event.listen(state.catalog.access.engine, "commit", commits.append)
     report = repack(state.catalog, state.store)
     assert (report.revisions, report.moved, report.bytes) == (40, 40, sum(row.length for row in rows[::2]))
     assert [len(payloads) for payloads, _ in appends] == [20]

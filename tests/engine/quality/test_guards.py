@@ -213,11 +213,11 @@ def test_without_feedback_all_other_guards_must_be_clear() -> None:
 
 def test_the_level_is_split_so_that_all_guards_together_keep_alpha() -> None:
     """The reward's lower side has half of it; each other guard's rule names its share."""
-    shares = [found._share for found in judge()._others.values()]
+    shares = [found.share for found in judge().others.values()]
     assert len(shares) == 8
     assert sum(shares) == pytest.approx(0.025)
-    assert sum(found._share for found in judge(feedback="none")._others.values()) == pytest.approx(0.05)
-    ramped = [found._share for name, found in judge(ramp=(0.01,))._others.items() if name == "ttft"]
+    assert sum(found.share for found in judge(feedback="none").others.values()) == pytest.approx(0.05)
+    ramped = [found.share for name, found in judge(ramp=(0.01,)).others.items() if name == "ttft"]
     assert ramped == [pytest.approx(0.025 / 8 / 2)]
 
 
@@ -328,7 +328,7 @@ def test_looking_at_any_moments_gives_what_one_look_from_scratch_gives(
 
 
 def _found(judged: CanaryJudge, name: str) -> Guard:
-    return judged.rewards if name == "reward" else judged._others[name]
+    return judged.rewards if name == "reward" else judged.others[name]
 
 
 def test_a_judge_is_open_until_a_guard_finds_something() -> None:

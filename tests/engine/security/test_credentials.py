@@ -83,7 +83,7 @@ def test_each_service_gets_no_secret_but_those_that_it_needs(params: Params) -> 
 def test_the_supervisors_file_keeps_the_secrets(params: Params) -> None:
     params.state_dir.mkdir()
     supervisor = Supervisor(params.state_dir, params.state_dir)
-    text = supervisor._config_text({"a": ("-c", "pass")}, {"a": {"WORD": "gw%x"}})
+    text = supervisor.config_text({"a": ("-c", "pass")}, {"a": {"WORD": "gw%x"}})
     assert 'environment=WORD="gw%%x"' in text
 
 

@@ -178,7 +178,7 @@ def test_services_of_other_settings_are_not_reused(
 ) -> None:
     spawn(supervisor, server="import time; time.sleep(600)")
     params = own_ports(state_dir=tmp_path)
-    monkeypatch.setattr(services, "_supervisor", lambda params: supervisor)
+    monkeypatch.setattr(services, "supervisor_of", lambda params: supervisor)
     with pytest.raises(Conflict, match="other settings"):
         services.up(params, lambda: None, lambda name, state: None)
     assert supervisor.running() is not None

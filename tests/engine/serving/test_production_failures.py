@@ -80,6 +80,11 @@ def worker() -> loader.PackedWorkerManager:
     return manager
 
 
+def in_slots(manager: loader.PackedWorkerManager) -> list[int]:
+    """Return the ids of the adapters in slots."""
+    return [lora_id for lora_id in manager.slots.lora_index_to_id if lora_id is not None]
+
+
 class WorkerClient(FakeClient):
     """An engine whose only worker is this manager."""
 
@@ -191,7 +196,7 @@ def test_rows_of_an_adapter_without_a_slot_are_nobodys(tmp_path):
 def test_padded_and_base_rows_get_no_slot_however_full_they_are():
     operations = GroupedPunica(16, 4, "cpu")
     operations.update_metadata(made_mapping((7, 0, 9, 0, 0), ()), [9, 7], 2, 100)
-    assert operations._slots == [1, -1, 0, -1, -1]
+    assert operations.slots == [1, -1, 0, -1, -1]
 
 
 def test_padding_stays_what_it_was_among_poisoned_rows_and_slots():
@@ -266,13 +271,14 @@ async def test_what_has_left_is_nowhere(tmp_path):
         name = f"p@{turn}"
         await engine.prepare(name, given[f"p@{turn % 8}"])
         lora = table.lora_requests[name]
-        manager._apply_adapters({lora})
-        assert list(manager.slots._active_adapters)[-1:] == [lora.lora_int_id]
+        manager.set_active_adapters({lora}, None)
+        assert lora.lora_int_id in manager.slots.lora_index_to_id
         await engine.forget(name)
     assert (table.lora_requests, dict(table.lora_resolver_lock)) == ({}, {})
-    assert (manager.slots._registered_adapters.cache, manager.slots.failed) == ({}, {})
-    assert (manager.host.adapters, manager.host._loading) == ({}, {})
-    assert list(manager.slots._active_adapters) == []
+    assert (manager.slots.list_adapters(), manager.slots.failed) == ({}, {})
+    assert (manager.host.adapters, manager.host.loading) == ({}, {})
+    assert in_slots(manager) == []
+    # Private: what the server keeps of a name that has left costs memory and shows nowhere.
     assert (engine._leaving, engine._names, engine._channels[0]._waiting) == ({}, {}, {})
 
 
@@ -292,8 +298,9 @@ def test_what_is_forgotten_on_its_way_never_arrives(tmp_path):
     host.forget("p@0")
     assert first.result(0) == FORGOTTEN
     may_go_on.set()
+    # Private: nothing is told of a load that nobody waits for, so its thread's end is waited for.
     host._pool.shutdown(wait=True)
-    assert (host.adapters, host._loading) == ({}, {})
+    assert (host.adapters, host.loading) == ({}, {})
 
 
 def test_who_asks_again_while_it_is_on_its_way_is_told_with_the_first(tmp_path):
@@ -362,9 +369,9 @@ async def test_bytes_that_another_host_moved_are_loaded_anew(tmp_path, monkeypat
         raise OSError(errno.ESTALE, "Stale file handle")
 
     with monkeypatch.context() as away:
-        away.setattr(fill, "_preadv", stale)
-        manager._apply_adapters({first})
-    assert (list(manager.slots._active_adapters), list(manager.slots.failed)) == ([], [first.lora_int_id])
+        away.setattr(fill, "preadv", stale)
+        manager.set_active_adapters({first}, None)
+    assert (in_slots(manager), list(manager.slots.failed)) == ([], [first.lora_int_id])
     # Who comes now would fail too, and so keep it here; both who are on it have failed.
     await settle(lambda: tier.states.state(name_of(1)) is AdapterState.LOST)
     with pytest.raises(ServiceError, match="Try again"):
@@ -372,10 +379,10 @@ async def test_bytes_that_another_host_moved_are_loaded_anew(tmp_path, monkeypat
     for name in users:
         tier.release(name)
     again = table.lora_requests[await tier.hold(row)]
-    manager._apply_adapters({again})
+    manager.set_active_adapters({again}, None)
     # What did not reach the slot is not counted.
-    await settle(lambda: tier._metrics.slot_fills._value.get() == 1)
-    assert (list(manager.slots._active_adapters), manager.slots.failed) == ([again.lora_int_id], {})
+    await settle(lambda: tier.metrics.registry.get_sample_value("graftwork_slot_fills_total") == 1)
+    assert (in_slots(manager), manager.slots.failed) == ([again.lora_int_id], {})
     await settle(lambda: tier.states.in_slots == {name_of(1)})
     # Blocks of the prefix cache that were computed without the bytes are not found again.
     assert lora_key(again) != lora_key(first)
@@ -398,7 +405,7 @@ def test_many_small_adapters_hold_few_files(tmp_path, copied):
         ready(manager.host, name, address)
     assert len(os.listdir("/proc/self/fd")) <= before
     for i in (7, 8):
-        manager._apply_adapters({request(i)})
+        manager.set_active_adapters({request(i)}, None)
     (layer,) = manager.slots.modules.values()
     for slot, i in enumerate((7, 8)):
         assert layer.lora_b_stacked[1][slot, 0, :, :4].eq(2.0 + i).all()

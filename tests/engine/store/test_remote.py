@@ -51,7 +51,7 @@ def store(params):
 
 
 def objects(store: RemoteStore) -> list[str]:
-    return sorted(name for name in store._client.find(store._prefix) if name.endswith(".seg"))
+    return sorted(name for name in store.client.find(store.place) if name.endswith(".seg"))
 
 
 def test_a_batch_is_one_object_and_comes_back_through_the_cache(store, params):
@@ -66,7 +66,7 @@ def test_a_batch_is_one_object_and_comes_back_through_the_cache(store, params):
     assert path == params.paths.cache / locations[3].checksum[:2] / locations[3].checksum
     # From now on the service is not needed for it.
     for name in objects(store):
-        store._client.rm(name)
+        store.client.rm(name)
     assert store.read(locations[3]) == blobs[3]
     assert [fault is None for fault in store.check(locations)] == [False] * 4
 
@@ -74,13 +74,13 @@ def test_a_batch_is_one_object_and_comes_back_through_the_cache(store, params):
 def test_damaged_bytes_are_refused_and_never_cached(store, params):
     whole, cut = store.append(b"w" * 7000), store.append(b"x" * 7000)
     (name,) = (name for name in objects(store) if cut.segment in name)
-    store._client.pipe_file(name, b"x" * 50)
+    store.client.pipe_file(name, b"x" * 50)
     faults = store.check([whole, cut])
     assert faults[0] is None
     assert "50 of 7000 bytes" in str(faults[1])
     with pytest.raises(AdapterError, match="damaged"):
         store.fetch(cut)
-    store._client.rm(name)
+    store.client.rm(name)
     with pytest.raises(MissingBytes, match="missing"):
         store.fetch(cut)
     assert not list(params.paths.cache.glob("??/*"))
@@ -130,7 +130,7 @@ def test_a_writer_holds_its_object_and_gc_takes_a_dead_writers(store, params, tm
         with foreign.claim(location.segment) as is_free:
             assert not is_free
         # A clock of this machine that jumps changes nothing; a day of the service's own clock does.
-        foreign._now += timedelta(seconds=remote.ABANDONED_S + 60)
+        foreign.now += timedelta(seconds=remote.ABANDONED_S + 60)
         with foreign.claim(location.segment) as is_free:
             assert is_free
 
@@ -154,7 +154,7 @@ def test_of_two_claims_in_one_moment_one_wins(store, params):
         assert store.belong_to("a" * 32) == "b" * 32
         assert store.catalog_id() == other.catalog_id() == "b" * 32
         # No probe object stays.
-        assert [name.rpartition("/")[2] for name in store._client.find(store._prefix)] == [CATALOG_ID]
+        assert [name.rpartition("/")[2] for name in store.client.find(store.place)] == [CATALOG_ID]
 
 
 def test_of_many_claims_at_once_all_see_one_winner(store, params, monkeypatch):
@@ -192,7 +192,7 @@ def test_the_loser_of_a_claim_publishes_nothing_and_removes_nothing(params, tmp_
 
 @pytest.mark.parametrize("kind", ["ignored", "looked up"])
 def test_a_store_without_conditional_writes_is_claimed_by_hand(store, kind, monkeypatch):
-    client = store._client
+    client = store.client
     if kind == "ignored":
         write = client.pipe_file
         monkeypatch.setattr(client, "pipe_file", lambda path, data, mode="overwrite": write(path, data))
@@ -201,7 +201,7 @@ def test_a_store_without_conditional_writes_is_claimed_by_hand(store, kind, monk
     with pytest.raises(ConfigError, match=f"no conditional writes.*write {'a' * 32} into {CATALOG_ID}"):
         store.belong_to("a" * 32)
     assert store.catalog_id() is None
-    client.pipe_file(f"{store._prefix}/{CATALOG_ID}", b"a" * 32)
+    client.pipe_file(f"{store.place}/{CATALOG_ID}", b"a" * 32)
     assert store.belong_to("a" * 32) == "a" * 32
 
 
@@ -238,7 +238,7 @@ def test_the_store_behind_a_url_is_kept_whole_and_small(params):
         assert len(objects(state.store)) == 1
         assert all(state.is_whole(row) for row in [rows[0], *older])
         assert verify(state.catalog, state.store).damaged == 0
-        state.store._client.pipe_file(objects(state.store)[0], b"")
+        state.store.client.pipe_file(objects(state.store)[0], b"")
         assert verify(state.catalog, state.store).damaged == 4
         assert state.catalog.quarantine.reason("here", rows[0].digest) is not None
     assert not list((params.paths.holds).glob("*.seg"))
@@ -278,7 +278,7 @@ def test_a_crash_leaves_drafts_that_are_cleaned_and_files_that_are_counted(tmp_p
     path = keep(cache, 1)
     draft = path.with_name(f"{DRAFT}dead")
     draft.write_bytes(b"half")
-    living, handle = cache_module._draft(path.parent)
+    living, handle = cache_module.open_draft(path.parent)
     uncounted, data = blob(2)
     cache.path(uncounted.checksum).parent.mkdir(exist_ok=True)
     cache.path(uncounted.checksum).write_bytes(data)

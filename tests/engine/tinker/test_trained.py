@@ -30,7 +30,7 @@ def served(base: ResidentBase, tmp_path: Path) -> Iterator[Served]:
     live = made.start()
     params = Params.model_validate({"state_dir": tmp_path, "tinker": {"enabled": True}})
     with tinker_served(tmp_path, lambda catalog: Backend(params, catalog)) as found:
-        found.models.backend._trainer = live.client
+        found.models.backend.trainer = live.client
         found.trainers = made
         yield found
     made.stop()
@@ -240,7 +240,7 @@ def test_a_trainer_that_restarts_between_gradients_and_step_is_told(
     step(model, data)
     path = model.save_state("one").result().path
     model.forward_backward(data, "cross_entropy").result()
-    served.models.backend._trainer = served.trainers.start().client
+    served.models.backend.trainer = served.trainers.start().client
     with pytest.raises(tinker.RequestFailedError):
         model.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
     # Its next call says that gradients were lost; a model from its checkpoint goes on.
@@ -249,5 +249,5 @@ def test_a_trainer_that_restarts_between_gradients_and_step_is_told(
     again = client.create_training_client_from_state_with_optimizer(path).result()
     assert step(again, data) > 0
     # Without gradients under way, a restart is not noticed.
-    served.models.backend._trainer = served.trainers.start().client
+    served.models.backend.trainer = served.trainers.start().client
     assert step(again, data) > 0

@@ -1,12 +1,14 @@
 """A line of training: which session its settings name, and when it goes on from the champion."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from engine.catalog.catalog import migrate
+from engine.catalog.catalog import Base, Catalog, Policy, migrate
 from engine.settings.params import Params, Paths
 from engine.training.lineage import line_of
+from tests.helpers.rows import make_revision
 
 DENSE = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 CHAMPION = "ab" * 32
@@ -35,8 +37,14 @@ def test_where_lora_sits_is_the_bases_word_unless_the_policy_says(paths):
 
 
 @pytest.mark.parametrize(("targets", "continues"), [(DENSE, True), (("q_proj", "v_proj"), False)])
-def test_a_champion_on_other_projections_is_no_parent(paths, monkeypatch, targets, continues):
-    monkeypatch.setattr("engine.training.lineage._standing", lambda *_: (CHAMPION, 0))
+def test_a_champion_on_other_projections_is_no_parent(paths, targets, continues):
+    with Catalog(paths.catalog_url) as catalog:
+        catalog.bases.add(Base("base", "tiny", "/tiny", 0.0))
+        catalog.policies.add(Policy("arithmetic", "base", {}, "me", 0.0))
+        champion = make_revision(CHAMPION, policy="arithmetic", state="exported", expires_at=None)
+        catalog.revisions.add_many([champion])
+        route = catalog.routes.get("arithmetic")
+        catalog.routes.update(replace(route, champion=CHAMPION), route.version)
     directory = paths.revision("arithmetic", CHAMPION)
     directory.mkdir(parents=True)
     manifest = {"targets": sorted(targets), "config": config().model_dump(mode="json")}

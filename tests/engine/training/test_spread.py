@@ -255,7 +255,7 @@ def test_one_engine_is_asked_at_its_own_address(catalog: Catalog) -> None:
 def test_several_engines_are_those_that_live(catalog: Catalog) -> None:
     now = [0.0]
     engines = Engines(catalog, "base", "http://mine")
-    engines._fleet = Fleet(catalog, lambda: now[0])
+    engines.fleet = Fleet(catalog, lambda: now[0])
     mine, other = joined(catalog, "http://mine"), joined(catalog, "http://other")
     assert engines.urls() == ["http://mine", "http://other"]
     now[0] = 11
@@ -277,7 +277,7 @@ def test_an_unreadable_catalog_leaves_the_last_engines(catalog: Catalog) -> None
     def unreadable() -> Any:
         raise ServiceError("The catalog cannot be read.")
 
-    engines._fleet.live = unreadable  # type: ignore[method-assign]
+    engines.fleet.live = unreadable  # type: ignore[method-assign]
     assert len(engines.urls()) == 2
 
 

@@ -228,7 +228,7 @@ def test_each_part_appends_its_own_bytes_when_rows_that_shared_them_are_gone(
 
     def without_the_others(batch, shared=()):
         if not calls:
-            with catalog._access.write() as connection:
+            with catalog.access.write() as connection:
                 connection.exec_driver_sql("DELETE FROM revisions WHERE policy = 'one'")
         calls.append(len(batch))
         return add(batch, shared)
@@ -509,7 +509,7 @@ def test_a_long_run_leaves_no_long_log(
     assert log.stat().st_size == 0
     register(catalog, store, [Entry("one", adapter(5))])
     # Somebody who reads is not waited for long.
-    with catalog._access.read() as reader:
+    with catalog.access.read() as reader:
         reader.exec_driver_sql("SELECT count(*) FROM revisions").scalar()
         register(catalog, store, [Entry("one", adapter(seed)) for seed in range(6, 9)])
         assert log.stat().st_size > 0

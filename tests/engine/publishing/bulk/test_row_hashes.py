@@ -14,7 +14,7 @@ from engine.publishing.bulk.row_hashes import hash_rows
 @pytest.mark.parametrize("shape", [(0, 8), (1, 1), (3, 55), (7, 64), (2, 5000), (300, 7680)])
 @pytest.mark.parametrize("header", [b"", b"x" * 200])
 def test_each_row_is_hashed_behind_the_header(compiled: bool, shape: tuple[int, int], header: bytes):
-    row_hashes._openssl.cache_clear()
+    row_hashes.openssl.cache_clear()
     rows = np.random.default_rng(1).integers(0, 256, shape, dtype=np.uint8)
     want = [hashlib.sha256(header + row.tobytes()).hexdigest() for row in rows]
     assert hash_rows(header, rows, compiled) == want
@@ -29,18 +29,18 @@ def test_rows_that_do_not_lie_together_are_hashed_too():
 
 def test_this_python_has_an_openssl_that_can_be_reached():
     """Else the compiled way was not tested at all."""
-    assert row_hashes._openssl() is not None
+    assert row_hashes.openssl() is not None
 
 
 def test_without_openssl_hashlib_hashes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_hashes, "_openssl", cache(lambda: None))
+    monkeypatch.setattr(row_hashes, "openssl", cache(lambda: None))
     rows = np.zeros((2, 3000), np.uint8)
     assert hash_rows(b"a", rows, compiled=True) == [hashlib.sha256(b"a" + bytes(3000)).hexdigest()] * 2
 
 
 def test_what_openssl_cannot_hash_is_no_digest(monkeypatch: pytest.MonkeyPatch):
-    openssl = row_hashes._openssl()
+    openssl = row_hashes.openssl()
     assert openssl is not None
-    monkeypatch.setattr(openssl, "_loop", lambda *_: 1)
+    monkeypatch.setattr(openssl, "loop", lambda *_: 1)
     with pytest.raises(RuntimeError, match="OpenSSL could not hash"):
         hash_rows(b"", np.zeros((2, 8), np.uint8), compiled=True)

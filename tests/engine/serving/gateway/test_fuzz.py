@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import random
+import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
@@ -172,11 +173,10 @@ def test_any_request_is_answered(world: World) -> None:
     )
     assert status == 200
     # Nothing is under way any more.
-    assert not world.state.meter._under_way
-    assert not any(world.state.meter._loading.values())
-    rows = world.usage._connection.execute(
-        "SELECT count(*) FROM requests WHERE state = 'admitted'"
-    ).fetchone()
+    assert not world.state.meter.under_way
+    assert not any(world.state.meter.loading.values())
+    with closing(sqlite3.connect(world.usage.path)) as log:
+        rows = log.execute("SELECT count(*) FROM requests WHERE state = 'admitted'").fetchone()
     assert rows == (0,)
     assert all(resident.users == 0 for resident in world.state.residency.residents.values())
 

@@ -291,8 +291,9 @@ async def test_a_client_that_leaves_while_it_is_admitted_spends_nothing(world: W
         assert [row[0] for row in rows(world).values()] == states
     assert rows(world)["2"][1:3] == (0, 0)
     meter.settle(other, 200, CHAMPION, (1, 1))
-    assert not meter._under_way
-    assert not meter._open
+    assert not meter.under_way
+    # At once, as of the last request that was under way.
+    assert rows(world)["0"][0] == "settled"
 
 
 async def test_an_end_that_could_not_be_written_is_written_without_another_request(
@@ -301,12 +302,12 @@ async def test_an_end_that_could_not_be_written_is_written_without_another_reque
     meter, key = world.state.meter, world.catalog.keys.find(world.key())
     asked = Metered("-0", key.owner, key.id, "acme-sums", CHAMPION, "user", time.time(), 100)
     bill = await meter.open(key, world.catalog.keys.tenant(key.owner), asked)
-    record = meter._usage.record
+    record = world.usage.record
     busy = Mock(side_effect=sqlite3.OperationalError("database is locked"))
     monkeypatch.setattr(metering, "AGAIN_S", 0.05)
-    monkeypatch.setattr(meter._usage, "record", busy)
+    monkeypatch.setattr(world.usage, "record", busy)
     meter.settle(bill, 200, CHAMPION, (1, 1))
-    monkeypatch.setattr(meter._usage, "record", record)
+    monkeypatch.setattr(world.usage, "record", record)
     await asyncio.sleep(0.2)
     assert rows(world)["0"][0] == "settled"
 

@@ -98,7 +98,7 @@ async def test_a_restart_brings_back_the_popular_of_the_last_hour(tmp_path):
     now = time.time()
     rows = prewarmer.rows(now)
     assert {row["digest"] for row in rows} <= {revision(i).digest for i in range(20)}
-    prewarmer._write(rows)
+    prewarmer.write(rows)
 
     engine = FakeEngine(0)
     after = residency(engine, host_bytes=20 * MIB, load_queue=6)
@@ -218,12 +218,12 @@ async def test_popularity_does_not_feed_on_itself(tmp_path):
     first = Prewarmer(before, router, tmp_path / "warm.json")
     rows = first.rows(now)
     for _ in range(2):
-        first._write(rows)
+        first.write(rows)
         tier = residency(FakeEngine(0))
         again = Prewarmer(tier, router, tmp_path / "warm.json")
-        again._pending = again.popular(now)
-        again.look()
+        running = asyncio.create_task(again.run())
         await settle(lambda tier=tier: name_of(1) in tier.residents and not tier.residents[name_of(1)].users)
+        running.cancel()
         assert again.rows(now) == rows
         assert again.rows(now + 3700) == []
-        assert tier._metrics.hits._value.get() == 0
+        assert tier.metrics.registry.get_sample_value("graftwork_warm_requests_total") == 0

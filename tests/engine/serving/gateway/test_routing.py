@@ -13,7 +13,7 @@ from engine.catalog.records import Tombstone
 from engine.errors import AdapterError, Ambiguous, NotFound, ServiceError
 from engine.serving.gateway.arms import in_canary
 from engine.serving.gateway.routing import STALE_S, Gone, Router
-from engine.serving.gateway.row_cache import rows_to_cache
+from engine.serving.gateway.row_cache import RowCache, rows_to_cache
 from engine.serving.gateway.suggesting import AT_ONCE
 from engine.settings.releases import ReleaseConfig
 
@@ -49,6 +49,15 @@ def set_route(catalog: Catalog, **changes) -> Route:
     # With a salt by chance one user in a thousand is not on a canary with all but all of them.
     route = replace(catalog.routes.get("sums"), salt="fixed")
     return catalog.routes.update(replace(route, **changes), route.version)
+
+
+def reads_of(monkeypatch, *asked) -> list[tuple]:
+    """Return the arguments of the calls of these functions (part of the catalog, name), as they come."""
+    reads = []
+    for part, name in asked:
+        read = getattr(part, name)
+        monkeypatch.setattr(part, name, lambda *args, read=read: (reads.append(args), read(*args))[1])
+    return reads
 
 
 def test_a_policy_without_champion_is_the_base(catalog):
@@ -134,12 +143,12 @@ async def test_suggestions_are_looked_for_in_a_thread_and_shared_until_something
 
 
 async def test_a_flood_of_unknown_names_occupies_few_threads(catalog, monkeypatch):
-    router, running, most = Router(catalog, "tiny", "base"), [], []
+    router, running, most, pause_s = Router(catalog, "tiny", "base"), [], [], 0.02
 
     def suggests(name: str, patterns: tuple[str, ...]) -> list[str]:
         running.append(name)
         most.append(len(running))
-        time.sleep(0.02)
+        time.sleep(pause_s)
         running.remove(name)
         return []
 
@@ -149,16 +158,21 @@ async def test_a_flood_of_unknown_names_occupies_few_threads(catalog, monkeypatc
     assert all(type(error) is NotFound and "Unknown model" in str(error) for error in refused)
     assert 1 <= max(most) <= AT_ONCE
     assert len(most) == AT_ONCE
-    assert len(router._suggester._kept._rows) == AT_ONCE
+    # A refusal is not kept: whoever asks again is told of near names.
+    pause_s = 0
+    for number in range(50):
+        with pytest.raises(NotFound):
+            await router.admit(f"nobody-{number}", "ann")
+    assert len(most) == 50
 
 
 def test_what_nobody_has_is_read_once(catalog, monkeypatch):
     """An unknown model and an invalid key, again and again; they may come into being at any time."""
     monkeypatch.setattr("engine.catalog.keys.secrets.token_hex", lambda size: "0" * 2 * size)
-    router, reads = Router(catalog, "tiny", "base"), []
-    for part, name in ((catalog.routes, "get"), (catalog.purges, "find"), (catalog.keys, "find_hash")):
-        read = getattr(part, name)
-        monkeypatch.setattr(part, name, lambda *args, read=read: (reads.append(args), read(*args))[1])
+    router = Router(catalog, "tiny", "base")
+    reads = reads_of(
+        monkeypatch, (catalog.routes, "get"), (catalog.purges, "find"), (catalog.keys, "find_hash")
+    )
     later = f"gw-{'0' * 40}"
     for _ in range(10):
         with pytest.raises(NotFound):
@@ -166,8 +180,7 @@ def test_what_nobody_has_is_read_once(catalog, monkeypatch):
         assert router.key(later) is None
         # Changes of others.
         set_route(catalog, champion=CHAMPION)
-        reads = [args for args in reads if args != ("sums",)]
-    assert len(reads) == 3
+    assert len([args for args in reads if args != ("sums",)]) == 3
     catalog.policies.add(Policy("later", "base", {}, "me", 0.0))
     assert catalog.keys.create("ann", "user") == later
     assert router.resolve("later", "ann").arm == "base"
@@ -228,7 +241,7 @@ def test_a_gateway_that_gets_no_cpu_for_a_second_is_not_blind(catalog, monkeypat
 
 
 def test_a_gateway_that_has_never_read_refuses(catalog, monkeypatch):
-    catalog.changes._watch.close()
+    catalog.access.watch.close()
     with pytest.raises(ServiceError, match="cannot be read: Cannot operate on a closed"):
         Router(catalog, "tiny", "base").resolve("sums", "ann")
 
@@ -288,10 +301,7 @@ def test_a_change_elsewhere_reads_nothing_again(catalog, monkeypatch):
     set_route(catalog, champion=CHAMPION)
     router = Router(catalog, "tiny", "base")
     router.resolve("sums", "ann")
-    reads = []
-    for part, name in ((catalog.routes, "get"), (catalog.tombstones, "find")):
-        read = getattr(part, name)
-        monkeypatch.setattr(part, name, lambda *args, read=read: (reads.append(args), read(*args))[1])
+    reads = reads_of(monkeypatch, (catalog.routes, "get"), (catalog.tombstones, "find"))
     catalog.leases.acquire("controller", "me", 5)
     catalog.policies.add(Policy("others", "base", {}, "me", 0.0))
     assert router.resolve("sums", "ann").digest == CHAMPION
@@ -318,8 +328,22 @@ def test_more_changes_than_are_kept_make_everything_old(catalog, monkeypatch):
         catalog.policies.add(Policy(f"third-{number}", "base", {}, "me", 0.0))
         router.key("gw-nobody")
     assert router.resolve("sums", "ann").arm == "base"
-    assert len(router._rows._rows) <= 2
-    assert len(router._rows._changed) <= 2
+    # Two rows are kept.
+    reads = reads_of(monkeypatch, (catalog.routes, "get"))
+    for number in (5, 6, 7, 5, 7):
+        router.resolve(f"another-{number}", "ann")
+    assert len(reads) == 4
+
+
+def test_a_row_cache_keeps_few_rows_and_few_changes():
+    cache = RowCache(2)
+    for change, name in enumerate("abc", 1):
+        cache.put(name, 0, None)
+        cache.note(change, {name})
+    assert [name in cache for name in "abc"] == [False, True, True]
+    # Of the oldest change only its number is known: it may be of any policy.
+    assert not cache.is_fresh("another", 0)
+    assert cache.is_fresh("another", 1)
 
 
 def test_what_is_under_release_is_named_and_nothing_else(catalog):
@@ -352,13 +376,13 @@ def test_what_has_changed_is_told_once(catalog):
     assert router.take_changed() == {"sums"}
 
 
-def test_the_catalog_is_asked_of_what_is_asked_for_alone(catalog):
+def test_the_catalog_is_asked_of_what_is_asked_for_alone(catalog, monkeypatch):
     """A thousand policies: no route is read before its own request."""
     for number in range(1000):
         catalog.policies.add(Policy(f"user-{number}", "base", {}, "me", 0.0))
-    router = Router(catalog, "tiny", "base")
+    router, reads = Router(catalog, "tiny", "base"), reads_of(monkeypatch, (catalog.routes, "get"))
     router.resolve("user-7", "ann")
-    assert len(router._rows._rows) == 1
+    assert reads == [("user-7",)]
     assert router.policies(3) == ["sums", "user-0", "user-1"]
 
 
@@ -429,8 +453,13 @@ def test_what_nobody_has_pushes_no_row_out(catalog, monkeypatch):
             with pytest.raises(NotFound):
                 router.resolve(model, "ann")
         assert router.key(f"gw-{number}") is None
-    assert list(router._rows._rows) == [("route", "sums")]
-    assert len(router._absent._rows) == 8
+    reads = reads_of(monkeypatch, (catalog.routes, "get"), (catalog.keys, "find_hash"))
+    assert router.resolve("sums", "ann").arm == "base"
+    assert router.key("gw-19") is None
+    assert reads == []
+    # It is forgotten again: only some of those are kept.
+    assert router.key("gw-0") is None
+    assert len(reads) == 1
 
 
 def test_a_name_of_megabytes_is_refused_in_a_line(catalog, monkeypatch):
@@ -453,12 +482,12 @@ def test_a_restored_older_catalog_is_read_anew(catalog, monkeypatch):
     set_route(catalog, champion=CHAMPION)
     router = Router(catalog, "tiny", "base")
     assert router.resolve("sums", "ann").digest == CHAMPION
-    newest = router._seen
-    with catalog._access.write() as connection:
+    newest, _ = catalog.changes.since(0)
+    with catalog.access.write() as connection:
         connection.exec_driver_sql("DELETE FROM changes WHERE id > 1")
         connection.exec_driver_sql("UPDATE routes SET champion = NULL")
     assert router.resolve("sums", "ann").arm == "base"
-    assert 0 < router._seen < newest
+    assert 0 < catalog.changes.since(0)[0] < newest
     assert router.take_changed() is None
     set_route(catalog, champion=CANARY)
     assert router.resolve("sums", "ann").digest == CANARY
@@ -471,21 +500,25 @@ def test_a_look_while_a_purge_runs_keeps_nothing_of_it(catalog, monkeypatch, bur
     router, pinned = Router(catalog, "tiny", "base"), f"sums@{CANARY[:12]}"
     if buried:
         catalog.tombstones.add("sums", CHAMPION, "It was bad.", "controller")
-    purge_some = catalog.purges._remove_revisions
+    write, seen = catalog.access.write, 0
 
-    def looks(policy: str) -> int:
-        with pytest.raises(Gone):
-            router.resolve("sums", "ann")
-        with suppress(NotFound):
-            router.revision("sums", CANARY)
-            router._tombstone("sums", CHAMPION)
-        return purge_some(policy)
+    def looks():
+        nonlocal seen
+        if catalog.purges.find("sums"):
+            with pytest.raises(Gone):
+                router.resolve("sums", "ann")
+            for digest in (CANARY, CHAMPION):
+                with suppress(NotFound, Gone):
+                    router.resolve(f"sums@{digest}", "ann")
+            seen, _ = catalog.changes.since(seen)
+        return write()
 
-    monkeypatch.setattr(catalog.purges, "_remove_revisions", looks)
+    monkeypatch.setattr(catalog.access, "write", looks)
     catalog.purges.run("sums", "ann", 1.0)
     with pytest.raises(NotFound):
         router.revision("sums", CANARY)
     with pytest.raises(Gone, match="purged by ann"):
         router.resolve(pinned, "ann")
-    assert router._tombstone("sums", CHAMPION) is None
+    # The removal of a tombstone is a change, so that no gateway keeps it.
+    assert catalog.changes.since(seen)[1] == ({"sums"} if buried else set())
     assert router.take_changed() == {"sums"}

@@ -255,7 +255,7 @@ async def test_a_release_that_runs_keeps_its_unit_hashes(world: World):
     import hashlib
 
     route = world.catalog.routes.get("acme-sums")
-    with world.catalog._access.write() as connection:
+    with world.catalog.access.write() as connection:
         from engine.catalog import tables
 
         connection.execute(
@@ -287,7 +287,7 @@ async def test_a_key_expires_and_is_rotated_with_an_overlap(world: World):
 async def test_a_key_is_not_trusted_while_the_catalog_is_silent(world: World, monkeypatch):
     key, router, now = world.key(), world.state.router, [100.0]
     assert router.key(key)
-    monkeypatch.setattr(router, "_clock", lambda: now[0])
+    monkeypatch.setattr(router, "clock", lambda: now[0])
     router.key(key)
 
     def silent() -> int:

@@ -116,7 +116,7 @@ async def test_names_are_bounded_by_number_however_small():
     tier = residency(engine, events, host_adapters=50)
     for i in range(500):
         await use(tier, revision(i, 1))
-    await settle(lambda: not tier._tasks)
+    await settle(lambda: not tier.tasks)
     assert len(tier.residents) == len(engine.held) == 50
     # Nothing else keeps a name.
     assert (len(tier.queue), tier.states.counts()) == (0, {"host": 50})
@@ -145,6 +145,7 @@ def test_any_traffic_keeps_the_books():
                 assert gone != name_of(0)
         residents = tier.residents
         assert tier.bytes == sum(resident.bytes for resident in residents.values())
+        # Private: of these sums and orders only who leaves next is seen, and only once they are far off.
         assert tier._window_bytes == sum(r.bytes for r in residents.values() if not r.is_warm)
         assert tier._window_adapters == sum(not r.is_warm for r in residents.values())
         idle = {*tier._idle_new, *tier._idle_warm}

@@ -352,7 +352,7 @@ async def test_a_full_disk_under_the_log_holds_nobody_up():
     await asyncio.gather(*(use(tier, revision(i)) for i in range(6)))
     assert tier.loading == 0
     await settle(lambda: engine.held == set(tier.residents) and len(engine.held) <= 2)
-    assert tier._metrics.untold._value.get() >= 6
+    assert tier.metrics.registry.get_sample_value("graftwork_loads_untold_total") >= 6
 
 
 async def test_evictions_wait_while_nobody_knows_who_must_stay():
@@ -416,10 +416,14 @@ async def test_what_is_brought_unasked_is_no_use():
     tier = residency(FakeEngine(0))
     tier.prewarm(revision(1), is_use=False)
     await settle(lambda: name_of(1) in tier.residents and tier.residents[name_of(1)].users == 0)
-    resident, hits = tier.residents[name_of(1)], tier._metrics.hits._value
+    resident = tier.residents[name_of(1)]
+
+    def hits():
+        return tier.metrics.registry.get_sample_value("graftwork_warm_requests_total")
+
     then = resident.used_at
     assert tier.prewarm(revision(1), is_use=False) == 0
     assert (resident.hits, resident.used_at, resident.users) == (0, then, 0)
-    assert (tier.tier.popularity.of(name_of(1)), hits.get()) == (0, 0)
+    assert (tier.tier.popularity.of(name_of(1)), hits()) == (0, 0)
     await use(tier, revision(1))
-    assert (resident.hits, tier.tier.popularity.of(name_of(1)), hits.get()) == (1, 1, 1)
+    assert (resident.hits, tier.tier.popularity.of(name_of(1)), hits()) == (1, 1, 1)

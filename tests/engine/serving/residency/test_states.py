@@ -144,7 +144,7 @@ class World:
             self.engine, catalog=self.catalog, load_concurrency=2, load_queue=5, host_adapters=2
         )
         # In place of its threads, whose end is no matter of turns.
-        self.tier._fetch._in_thread = inline
+        self.tier.fetch.in_thread = inline
         self.asking: list[asyncio.Task] = []
 
     def held(self) -> list[asyncio.Task]:
@@ -194,9 +194,9 @@ class World:
             await asyncio.sleep(0)
 
     async def end_all(self):
-        for task in (*self.asking, *self.tier._tasks):
+        for task in (*self.asking, *self.tier.tasks):
             task.cancel()
-        await asyncio.gather(*self.asking, *self.tier._tasks, return_exceptions=True)
+        await asyncio.gather(*self.asking, *self.tier.tasks, return_exceptions=True)
 
     def check(self):
         states, queue = self.tier.states, self.tier.queue
@@ -231,7 +231,7 @@ class World:
             await self.turn()
             self.check()
         assert all(task.done() for task in self.asking)
-        assert not self.tier._tasks
+        assert not self.tier.tasks
         assert set(self.tier.states.counts()) <= {S.HOST, S.SLOT}
         if not self.engine.has_crashed:
             assert self.engine.held == set(self.tier.residents)
@@ -298,7 +298,7 @@ async def test_who_asks_for_what_is_leaving_has_it_loaded_anew_after_that():
         "returning forget queued",
         "loading ready host",
     ]
-    shown = generate_latest(world.tier._metrics._registry).decode()
+    shown = generate_latest(world.tier.metrics.registry).decode()
     assert 'graftwork_adapter_transitions_total{after="leaving",before="loading",event="cancel"} 1.0' in shown
     assert 'graftwork_adapters{state="host"} 1.0' in shown
 

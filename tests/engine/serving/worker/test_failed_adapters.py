@@ -74,8 +74,8 @@ def serve(rank: int, root: Path) -> None:
         # A set of requests has another order in every process.
         ordered = ids if rank else ids[::-1]
         requests: Any = [SimpleNamespace(lora_int_id=i, lora_name=NAMES[i - 1]) for i in ordered]
-        worker._apply_adapters(requests)
-        steps.append(sorted(worker.slots._active_adapters))
+        worker.set_active_adapters(requests, None)
+        steps.append(sorted(filter(None, worker.slots.lora_index_to_id)))
     result = {"steps": steps, "lost": list(worker.slots.failed), "said": said}
     (root / f"{rank}.json").write_text(json.dumps(result))
 

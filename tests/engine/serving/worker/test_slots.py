@@ -217,8 +217,8 @@ def test_only_the_missing_ranks_are_cleared():
         packed.pack(adapter(dict.fromkeys(ALL[4:], rank)), torch.float32, MOE.fused).layout for rank in (8, 3)
     )
     before, after = SlotCopyPlan(large, slots), SlotCopyPlan(small, slots)
-    assert [tuple(stale.shape)[-2] for stale in after._stale(before, 0)] == [5] * 4
-    assert not list(before._stale(after, 0))
+    assert [tuple(stale.shape)[-2] for stale in after.stale(before, 0)] == [5] * 4
+    assert not list(before.stale(after, 0))
 
 
 def open_tier(tmp_path: Path, rank: int = 64, slots: int = 2):

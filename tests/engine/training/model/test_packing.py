@@ -192,7 +192,7 @@ def test_greedy_tokens_are_the_most_likely_of_the_packed_forward(bases, paths, k
     adapter, prompts = moved(base), [row.prompt for row in ROWS]
     found = base.greedy(adapter, prompts, (), 5)
     with torch.no_grad(), base.using(adapter):
-        hidden_TH, chosen_T = base._hidden(found)
+        hidden_TH, chosen_T = base.hidden(found)
         best_T = base.model.get_output_embeddings()(hidden_TH).argmax(dim=1)
     assert best_T.tolist() == chosen_T.tolist()
     assert found != base.greedy(None, prompts, (), 5)

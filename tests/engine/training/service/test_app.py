@@ -103,7 +103,7 @@ def test_a_step_is_in_the_metrics_once(service):
 
 def metrics(service) -> dict[str, float]:
     """Return the trainer's metrics as Prometheus reads them, by name and labels."""
-    answer = service.client._http.get("/metrics")
+    answer = service.client.http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     lines = [line for line in answer.text.splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
@@ -115,9 +115,9 @@ def test_a_repeated_request_is_one_operation(service):
     client.forward_backward(session, data(1), request_id="gradients")
     assert client.optim_step(session, ADAM, request_id="the-step")["step"] == 1
     assert client.optim_step(session, ADAM, request_id="the-step")["step"] == 1
-    answer = client._http.get("/operations/the-step").json()
+    answer = client.http.get("/operations/the-step").json()
     assert (answer["state"], answer["result"]["step"]) == ("done", 1)
-    assert client._http.get("/operations/unknown").status_code == 404
+    assert client.http.get("/operations/unknown").status_code == 404
 
 
 def test_one_writer_a_session(service):

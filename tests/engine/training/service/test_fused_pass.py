@@ -186,7 +186,7 @@ def test_a_loss_that_ends_the_process_ends_its_own_call_alone(trainers, tmp_path
     left, good = sent(live, asked)
     assert isinstance(left, SystemExit)
     assert good["metrics"]["tokens"] == 16
-    assert live.client._http.get("/operations/x0").json()["state"] == "failed"
+    assert live.client.http.get("/operations/x0").json()["state"] == "failed"
 
 
 def cancelling(live: Live, id: str) -> Callable[..., Any]:
@@ -212,7 +212,7 @@ def test_one_that_is_cancelled_in_a_pass_is_the_only_one(trainers, base, monkeyp
     monkeypatch.setattr(trainer_module, "forward_backward", cancelling(live, "c1"))
     found = sent(live, [request(one, f"c{i}", data(i)) for i, one in enumerate(sessions)])
     assert isinstance(found[1], Cancelled)
-    assert live.client._http.get("/operations/c1").json()["state"] == "cancelled"
+    assert live.client.http.get("/operations/c1").json()["state"] == "cancelled"
     for i, one in enumerate(single):
         sent(live, [request(one, f"w{i}", data(i))])
     for i in (0, 2):

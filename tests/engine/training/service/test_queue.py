@@ -102,14 +102,14 @@ def test_a_step_that_is_under_way_is_waited_for_a_moment(queue, worker, monkeypa
 
 def test_what_followed_nothing_is_not_waited_for_at_once_again(queue, worker, monkeypatch):
     waits: list[float] = []
-    stock = queue._changed.wait_for
+    stock = threading.Condition.wait_for
 
-    def wait_for(predicate, timeout=None):
+    def wait_for(condition, predicate, timeout=None):
         if timeout is not None:
             waits.append(timeout)
-        return stock(predicate, timeout)
+        return stock(condition, predicate, timeout)
 
-    monkeypatch.setattr(queue._changed, "wait_for", wait_for)
+    monkeypatch.setattr(threading.Condition, "wait_for", wait_for)
     worker.go.set()
 
     def alternate(times: int) -> None:

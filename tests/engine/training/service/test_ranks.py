@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from engine.errors import Cancelled, ConfigError, NotFound, ServiceError
+from engine.errors import Cancelled, ConfigError, ServiceError
 from engine.settings.params import load_params
 from engine.threads import background
 from engine.training.service.client import TrainerClient
@@ -177,9 +177,8 @@ def ignored(client: TrainerClient, session: Any, data: Any) -> None:
 
 def place_of(client: TrainerClient, operation: str) -> int | None:
     """Return an operation's place in the queue, 0 while it runs; None before the trainer has it."""
-    with suppress(NotFound):
-        return int(client._ask("GET", f"/operations/{operation}")["queue"]["position"])
-    return None
+    answer = client.http.get(f"/operations/{operation}")
+    return None if answer.status_code == 404 else int(answer.json()["queue"]["position"])
 
 
 @pytest.mark.slow

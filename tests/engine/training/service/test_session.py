@@ -143,9 +143,8 @@ def test_a_save_that_is_cut_off_anywhere_is_done_again_or_not_at_all(base, tmp_p
 
 def version_2(session: Session) -> dict[str, Any]:
     """What version 2 stored: history and results within the state, no journal."""
-    kept = {
-        name: value for name, value in session._state(0).items() if name not in ("journal", "last", "row")
-    }
+    stored = state.read(state_file(session.directory))
+    kept = {name: value for name, value in stored.items() if name not in ("journal", "last", "row")}
     done = {id: result for id, (result, _) in session.journal.done.items()}
     return {**kept, "version": 2, "history": session.history, "done": done}
 

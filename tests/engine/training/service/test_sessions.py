@@ -24,7 +24,7 @@ from engine.errors import (
 )
 from engine.planning import host
 from engine.training.model.lora import ResidentBase
-from engine.training.service import client, sessions
+from engine.training.service import client, sessions, state
 from engine.training.service.app import make_app
 from engine.training.service.protocol import AdamParams, Datum, Request, SessionInfo, TensorData
 from engine.training.service.queue import KEPT
@@ -293,20 +293,22 @@ def test_a_client_that_disappears_loses_its_lease_and_nothing_else(live):
         step(live.client, gone, 2)
 
 
-def test_a_look_at_a_stored_session_never_puts_an_older_writer_back(live, monkeypatch):
+def test_a_look_at_a_stored_session_never_puts_an_older_writer_back(trainers, monkeypatch):
     """The session is opened again while another thread has read its file and not yet noted it."""
-    old = live.client.create_session("one", "sums", **NEW)
-    known = live.trainer.sessions
-    del known._known["one"]
-    described, newer = known._described, []
+    first = trainers.start()
+    old = first.client.create_session("one", "sums", **NEW)
+    # A trainer that starts knows only the sessions whose writers are active.
+    first.client.close_session(old)
+    live, read_header, newer = trainers.start(), state.read_header, []
 
-    def is_overtaken(file, header):
-        found = described(file, header)
+    def is_overtaken(file):
+        found = read_header(file)
+        monkeypatch.setattr(state, "read_header", read_header)
         newer.append(live.trainer.create_session(opening("one", request_id="newer", **NEW)))
         return found
 
-    monkeypatch.setattr(known, "_described", is_overtaken)
-    assert not known.hear("one", old.fence)
+    monkeypatch.setattr(state, "read_header", is_overtaken)
+    assert not live.trainer.sessions.hear("one", old.fence)
     assert live.known("one").fence == newer[0]["fence"] > old.fence
     assert live.known("one").session
     assert len(newer) == 1
@@ -316,10 +318,10 @@ def test_a_writer_is_heard_while_it_asks_for_its_result(live):
     session = live.client.create_session("one", "sums", **NEW)
     release, known = threading.Event(), live.known("one")
     request = live.trainer.submit(Request(request_id="long"), lambda _: release.wait(20))
-    live.client._http.post("/forward", json=_forward(session, "waits"))
+    live.client.http.post("/forward", json=_forward(session, "waits"))
     known.heard -= sessions.LEASE_S / 2
     before = known.heard
-    assert live.client._http.get("/operations/waits").json()["state"] == "pending"
+    assert live.client.http.get("/operations/waits").json()["state"] == "pending"
     assert known.heard >= before + sessions.LEASE_S / 2
     release.set()
     assert live.trainer.operation(request).result(20)
@@ -452,7 +454,7 @@ def test_after_a_restart_sessions_come_back_and_fences_hold(trainers):
 
 def test_what_was_stored_is_answered_again_after_a_restart(trainers):
     live = trainers.start()
-    send = live.client._http.post
+    send = live.client.http.post
     opened = live.client.create_session("one", "sums", request_id="open", **NEW)
     step(live.client, opened, 1)
     who = {"session": "one", "fence": opened.fence}
@@ -469,7 +471,7 @@ def test_what_was_stored_is_answered_again_after_a_restart(trainers):
     # Polled by who never sends it again, and sent again.
     assert {id: result_of(again, id) for id in first} == first
     for path, body in requests.items():
-        again.client._http.post(path, json=body)
+        again.client.http.post(path, json=body)
     assert {id: result_of(again, id) for id in first} == first
     repeated = again.client.create_session("one", "sums", request_id="open", **NEW)
     assert repeated == opened
@@ -513,9 +515,12 @@ def test_gradients_that_are_sent_again_late_do_not_count_twice(live):
     for _ in range(KEPT):
         live.client.forward(session, data(1))
     before = gradients(live.session(session))
-    live.client._gathered["one"] = 0
-    with pytest.raises(ServiceError, match="has gradients of 1 calls after step 0, not of 0"):
-        live.client.forward_backward(session, data(1), request_id="first")
+    given = {"data": [datum.model_dump() for datum in data(1)]}
+    who = {"request_id": "first", "session": "one", "fence": session.fence, "gathered": 0}
+    live.client.http.post("/forward_backward", json={**who, "forward_backward_input": given})
+    late = live.client.http.get("/operations/first", params={"wait_s": 20}).json()
+    assert (late["state"], late["kind"]) == ("failed", "ServiceError")
+    assert "gradients of 1 calls after step 0, not of 0" in late["error"]
     assert same(gradients(live.session(session)), before)
 
 
@@ -528,28 +533,28 @@ def test_a_request_that_comes_again_with_another_body_is_refused(live):
     again = live.client.create_session("one", "sums", **NEW)
     assert live.client.forward_backward(again, data(1), request_id="first") == first
     body = {"request_id": "named", "session": "one", "fence": again.fence, "name": "best"}
-    answers = [live.client._http.post(path, json=body) for path in ("/save_state", "/load_state")]
+    answers = [live.client.http.post(path, json=body) for path in ("/save_state", "/load_state")]
     assert [answer.status_code for answer in answers] == [200, 409]
 
 
 def result_of(live: Live, id: str) -> dict:
-    answer = live.client._http.get(f"/operations/{id}", params={"wait_s": 20}).json()
+    answer = live.client.http.get(f"/operations/{id}", params={"wait_s": 20}).json()
     assert answer["state"] == "done", answer
     return answer["result"]
 
 
 def test_others_poll_while_a_lost_operation_is_looked_for(live, monkeypatch):
     session = live.client.create_session("one", "sums", **NEW)
-    live.client._http.post("/forward", json=_forward(session, "known"))
+    live.client.http.post("/forward", json=_forward(session, "known"))
     looking, polled = threading.Event(), threading.Event()
-    look = live.trainer._done_before
+    headers = live.trainer.sessions.headers
 
-    def looks_long(id: str):
+    def looks_long():
         looking.set()
         assert polled.wait(20), "the poll had to wait for the look"
-        return look(id)
+        return headers()
 
-    monkeypatch.setattr(live.trainer, "_done_before", looks_long)
+    monkeypatch.setattr(live.trainer.sessions, "headers", looks_long)
     with TestClient(make_app(live.trainer)) as http, ThreadPoolExecutor(1) as pool:
         lost = pool.submit(http.get, "/operations/lost")
         assert looking.wait(20)
@@ -563,9 +568,10 @@ def test_gradients_of_a_call_before_a_restart_are_missed(trainers):
     session = live.client.create_session("one", "sums", **NEW)
     live.client.forward_backward(session, data(1))
     again = trainers.start()
-    again.client._gathered = live.client._gathered
+    # The client outlives the trainer.
+    live.client.http = again.client.http
     with pytest.raises(ServiceError, match="of 0 calls after step 0, not of 1"):
-        again.client.forward_backward(session, data(2))
+        live.client.forward_backward(session, data(2))
 
 
 def test_a_damaged_state_is_a_sentence_and_leaves_others_alone(trainers):
@@ -687,7 +693,7 @@ def test_a_session_goes_on_as_it_is_or_not_at_all(live, changes, sentence, resid
 
 
 def test_a_body_that_is_not_valid_is_a_sentence(live):
-    answer = live.client._http.post("/optim_step", json={"request_id": "x", "session": "one", "speed": 3})
+    answer = live.client.http.post("/optim_step", json={"request_id": "x", "session": "one", "speed": 3})
     assert answer.status_code == 400
     assert answer.json()["kind"] == "ConfigError"
     assert "`fence`: Field required" in answer.json()["error"]
@@ -722,14 +728,14 @@ def test_a_name_that_is_no_sessions_reaches_no_file(live, name):
     }
     for path, body in bodies.items():
         sent = body if path == "/session_heartbeat" else {**body, "request_id": "x"}
-        answer = live.client._http.post(path, json=sent)
+        answer = live.client.http.post(path, json=sent)
         assert answer.status_code == 400, (path, answer.text)
         assert answer.json()["kind"] == "ConfigError", path
         assert "String should match pattern" in answer.json()["error"]
-    assert set(live.trainer.sessions._known) == {"one"}
+    assert [row["session"] for row in live.client.sessions()] == ["one"]
     for path in ("/save_state", "/load_state"):
         body = {"session": "one", "fence": session.fence, "request_id": "x", "name": name}
-        assert live.client._http.post(path, json=body).status_code == 400
+        assert live.client.http.post(path, json=body).status_code == 400
 
 
 # Cancelling and back-pressure
@@ -754,7 +760,7 @@ def test_a_cancelled_forward_backward_stops_and_leaves_the_gradients(live, monke
             live.client.forward_backward(session, many, request_id="long")
     assert len(seen) == 3
     assert same(gradients(live.session(session)), before)
-    answer = live.client._http.get("/operations/long").json()
+    answer = live.client.http.get("/operations/long").json()
     assert (answer["state"], answer["kind"]) == ("cancelled", "Cancelled")
     assert live.client.optim_step(session, ADAM)["step"] == 1
 
@@ -763,7 +769,7 @@ def test_a_cancelled_forward_backward_stops_and_leaves_the_gradients(live, monke
 def test_what_only_looks_is_cancelled_between_microbatches_and_tokens(live, monkeypatch, kind):
     session = live.client.create_session("one", "sums", **NEW)
     digest = live.client.export(session).digest
-    begun, cancelled, hidden, seen = threading.Event(), threading.Event(), live.trainer.base._hidden, []
+    begun, cancelled, hidden, seen = threading.Event(), threading.Event(), live.trainer.base.hidden, []
 
     def waits(rows):
         seen.append(rows)
@@ -783,12 +789,12 @@ def test_what_only_looks_is_cancelled_between_microbatches_and_tokens(live, monk
         ),
     }[kind]
     with monkeypatch.context() as patch:
-        patch.setattr(live.trainer.base, "_hidden", waits)
-        live.client._http.post(path, json=body)
+        patch.setattr(live.trainer.base, "hidden", waits)
+        live.client.http.post(path, json=body)
         assert begun.wait(20)
         live.client.cancel("long")
         cancelled.set()
-        answer = live.client._http.get("/operations/long", params={"wait_s": 20}).json()
+        answer = live.client.http.get("/operations/long", params={"wait_s": 20}).json()
     assert (answer["state"], answer["kind"]) == ("cancelled", "Cancelled")
     # Rows, and the stream that they are packed in: one pass.
     assert len(seen) == 2
@@ -806,8 +812,8 @@ def test_a_client_waits_while_the_queue_is_full_and_counts_the_seconds(trainers)
 
     live.trainer.submit(Request(request_id="long"), blocks)
     assert begun.wait(20)
-    live.client._http.post("/forward", json=_forward(session, "waits"))
-    full = live.client._http.post("/forward", json=_forward(session, "refused"))
+    live.client.http.post("/forward", json=_forward(session, "waits"))
+    full = live.client.http.post("/forward", json=_forward(session, "refused"))
     assert (full.status_code, int(full.headers["retry-after"]) >= 1) == (503, True)
     said = full.json()
     assert (said["kind"], said["queue"]["queue_state"], said["queue"]["queued"]) == (
@@ -821,7 +827,7 @@ def test_a_client_waits_while_the_queue_is_full_and_counts_the_seconds(trainers)
     began = time.monotonic()
     assert live.client.forward(session, data(1))
     assert 0 < live.client.backpressure_s["one"] <= time.monotonic() - began
-    waiting = live.client._http.delete("/operations/waits")
+    waiting = live.client.http.delete("/operations/waits")
     assert waiting.status_code == 200
 
 

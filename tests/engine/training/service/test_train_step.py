@@ -84,7 +84,7 @@ def run(tiny_base: Path, tmp_path: Path):
     trainer = load_trainer(params)
     client = TrainerClient.of(params)
     client.close()
-    client._http = TestClient(make_app(trainer))
+    client.http = TestClient(make_app(trainer))
     line = Line("sums-1", None, 3, ("q_proj", "down_proj"))
     spool = Spool(params.paths.spool, "train-sums")
     yield Run(
@@ -183,7 +183,7 @@ def test_every_metric_of_the_loops_steps_is_in_every_place(run: Run) -> None:
     drawn = numbers(rows[0])
     assert drawn["reward"] == 0.375
     assert set(rows[0]) - set(drawn) == {"policy", "session", "loss_fn", *BY_REASON, "step", *unknown}
-    shown = run.client._http.get("/metrics").text
+    shown = run.client.http.get("/metrics").text
     assert f'graftwork_policy_entropy{{policy="sums"}} {rows[1]["entropy"]}' in shown
     assert "graftwork_trainer_steps_total 2.0" in shown
     assert step_note(rows[0]).startswith("reward 0.38  ratio ")
