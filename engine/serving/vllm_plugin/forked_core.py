@@ -14,36 +14,19 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
+import stat
 from contextlib import suppress
-from importlib.util import find_spec
-from pathlib import Path
 
-LIBGOMP = "libgomp"
-
-
-def preload_libgomp() -> None:
-    """Restart this process in place with torch's libgomp preloaded; return if it is, or torch has none."""
-    loaded = os.environ.get("LD_PRELOAD", "")
-    spec = find_spec("torch")
-    if LIBGOMP in loaded or spec is None or spec.origin is None:
-        return
-    if library := next((Path(spec.origin).parent / "lib").glob(f"{LIBGOMP}*.so*"), None):
-        os.environ["LD_PRELOAD"] = ":".join(filter(None, [loaded, str(library)]))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.execv(sys.executable, sys.orig_argv)
+INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
 def fork_engine_core() -> None:
-    """Have vLLM fork EngineCore instead of spawning it, on a CPU with libgomp preloaded. Idempotent."""
+    """Have vLLM fork EngineCore on a CPU instead of spawning it; libgomp must be preloaded. Idempotent."""
     from vllm.platforms import current_platform
     from vllm.v1.engine import utils
 
     fork = multiprocessing.get_context("fork")
-    if not current_platform.is_cpu() or LIBGOMP not in os.environ.get("LD_PRELOAD", ""):
-        return
-    if utils.get_mp_context() is not fork:
+    if current_platform.is_cpu() and utils.get_mp_context() is not fork:
         utils.get_mp_context = lambda: fork  # type: ignore[assignment]
         os.register_at_fork(after_in_child=leave_the_servers_sockets)
 
@@ -58,7 +41,12 @@ def leave_the_servers_sockets() -> None:
     signal.set_wakeup_fd(-1)
     with open(os.devnull) as nothing:
         for number in map(int, os.listdir("/proc/self/fd")):
-            # Not a socket, or the directory's own descriptor, which is closed by now.
-            with suppress(OSError), socket.socket(fileno=os.dup(number)) as duplicate:
-                if duplicate.family in (socket.AF_INET, socket.AF_INET6):
+            # The directory's own descriptor is closed by now.
+            with suppress(OSError):
+                if stat.S_ISSOCK(os.fstat(number).st_mode) and _family(number) in INTERNET:
                     os.dup2(nothing.fileno(), number)
+
+
+def _family(number: int) -> socket.AddressFamily:
+    with socket.socket(fileno=os.dup(number)) as duplicate:
+        return socket.AddressFamily(duplicate.family)
