@@ -141,7 +141,8 @@ class LoadQueue:
         free_each_s = self.usual_s / self._share(priority)
         until = min(max(self._promised[priority], now) + free_each_s, now + AWAY_S)
         self._promised[priority] = until
-        return max(1.0, until - now)
+        # The difference of two clock times may be a rounding error over the limit.
+        return min(max(1.0, until - now), AWAY_S)
 
     def raise_priority(self, load: Load) -> None:
         """Make a background load interactive, because a user now waits for it."""

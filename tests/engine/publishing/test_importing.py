@@ -58,7 +58,7 @@ def small(base, **more) -> dict:
 
 def test_an_adapter_from_elsewhere_becomes_a_revision_by_the_command(tiny_base, tmp_path):
     base = BaseShapes.read(tiny_base)
-    tensors = canonical(base, ranks={module: 1 + i % 4 for i, module in enumerate(base.linear)})
+    tensors = small(base, ranks={module: 1 + i % 4 for i, module in enumerate(base.linear)})
     source = write(tmp_path / "source", tensors, "plain", base, 2.0)
     (tmp_path / "params.yaml").write_text(
         f"state_dir: state\nbase: {{name: {tiny_base}}}\ntrainer: {{port: {free_port()}}}"
@@ -88,6 +88,7 @@ def test_an_adapter_from_elsewhere_becomes_a_revision_by_the_command(tiny_base, 
     # The second route: transformers with B @ A written into the weights.
     assert max(gaps(merged(tiny_base, tensors, probe), [row.adapter for row in probe.rows])) < 1e-4
     assert max(gaps(merged(tiny_base, {}, probe), [row.base for row in probe.rows])) < 1e-4
+    assert max(gaps([row.adapter for row in probe.rows], [row.base for row in probe.rows])) > 0.1
 
 
 def test_an_import_as_json_and_into_a_name_that_was_purged(tiny_base, tmp_path):
