@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from hypothesis import HealthCheck, settings
 
 from engine.catalog.catalog import Catalog, Policy, migrate
 from engine.settings.reproducible import equal_bits
@@ -29,6 +30,17 @@ OFFLINE = {
 }
 # Tests ask for equal bits: as in every process of ours, before torch is imported.
 os.environ.update(OFFLINE | equal_bits(os.environ))
+
+# Property tests draw the same cases in every run, however slow the machine is; `--hypothesis-profile explore`
+# draws new ones. Neither keeps a case for the next run: what is found becomes an `@example`.
+settings.register_profile(
+    "repeat", derandomize=True, database=None, deadline=None, max_examples=100,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
+settings.register_profile(
+    "explore", settings.get_profile("repeat"), derandomize=False, max_examples=1000, print_blob=True
+)
+settings.load_profile("repeat")
 
 # Fixtures that start a service, here or in a file; a test that starts one itself is marked `services`.
 SERVED = {
