@@ -43,7 +43,7 @@ run-real: $(REAL_STAMP)
 	@$(BIN)/graftwork run --base smollm2-135m
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not gpu'
+	@$(BIN)/python -m pytest $(PARALLEL) --machine-lock -m 'not slow and not gpu'
 
 test-fast: $(STAMP)
 	@$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not gpu and not services'
@@ -61,7 +61,7 @@ lint: $(STAMP)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 chaos: $(STAMP) $(COOKBOOK_STAMP)
-	@$(BIN)/python -m pytest -m slow $(LONG) --durations 0
+	@$(BIN)/python -m pytest --machine-lock -m slow $(LONG) --durations 0
 
 bench: $(STAMP) $(REAL_STAMP)
 	@$(BIN)/python tests/bench/_all.py

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 from engine.catalog.catalog import Catalog, Policy, migrate
+from engine.errors import Conflict
 from engine.settings.reproducible import equal_bits
 from tests.helpers.live import CROWDED, RunningEngine, start_engine, stop_engine
+from tests.helpers.machine_lock import HELD, machine_lock
 from tests.helpers.postgres import fresh_database, postgres
 
 OFFLINE = {
@@ -75,6 +77,23 @@ SERVERS = re.compile(
 )
 # The test that runs now, while it is one that may start none of them.
 fast: list[str] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--machine-lock", action="store_true", help="run beside no other run and no benchmark")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hold the machine's lock for the whole run if asked to; else nothing that a test starts waits for it."""
+    if not config.getoption("--machine-lock") or hasattr(config, "workerinput"):
+        os.environ.setdefault(HELD, "")
+        return
+    lock = ExitStack()
+    try:
+        lock.enter_context(machine_lock())
+    except Conflict as error:
+        pytest.exit(str(error), 1)
+    config.add_cleanup(lock.close)
 
 
 @pytest.hookimpl(tryfirst=True)
