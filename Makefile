@@ -46,13 +46,13 @@ run-real: $(REAL_STAMP)
 	@$(BIN)/graftwork run --base smollm2-135m
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not gpu'
+	@$(BIN)/python -m pytest $(PARALLEL) --machine-lock -m 'not slow and not gpu'
 
 test-fast: $(STAMP)
 	@$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not gpu and not services'
 
 test-all: $(STAMP) $(COOKBOOK_STAMP)
-	@$(BIN)/python -m pytest $(PARALLEL) $(LONG) --part $(PART)
+	@$(BIN)/python -m pytest $(PARALLEL) --machine-lock --hypothesis-profile explore $(LONG) --part $(PART)
 
 up: $(STAMP)
 	@$(BIN)/graftwork up

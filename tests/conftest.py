@@ -7,17 +7,20 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from filelock import FileLock
+from hypothesis import HealthCheck, settings
 
 from engine.catalog.catalog import Catalog, Policy, migrate
+from engine.errors import Conflict
 from engine.settings.reproducible import equal_bits
 from tests.helpers.live import CROWDED, RunningEngine, start_engine, stop_engine
+from tests.helpers.machine_lock import HELD, machine_lock
 from tests.helpers.postgres import fresh_database, postgres
 from tests.helpers.shared_services import SHARED, group_of
 
@@ -31,6 +34,17 @@ OFFLINE = {
 # Tests ask for equal bits: as in every process of ours, before torch is imported.
 os.environ.update(OFFLINE | equal_bits(os.environ))
 
+# Property tests draw the same cases in every run, however slow the machine is; `--hypothesis-profile explore`
+# draws new ones. Neither keeps a case for the next run: what is found becomes an `@example`.
+settings.register_profile(
+    "repeat", derandomize=True, database=None, deadline=None, max_examples=100,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
+settings.register_profile(
+    "explore", settings.get_profile("repeat"), derandomize=False, max_examples=1000, print_blob=True
+)
+settings.load_profile("repeat")
+
 # Fixtures that start a service, here or in a file; a test that starts one itself is marked `services`.
 SERVED = {
     "chromium", "clone", "crowded", "engine", "finished", "gate", "halves", "moe_engine", "people",
@@ -43,6 +57,23 @@ SERVERS = re.compile(
 )
 # The test that runs now, while it is one that may start none of them.
 fast: list[str] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--machine-lock", action="store_true", help="run beside no other run and no benchmark")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hold the machine's lock for the whole run if asked to; else nothing that a test starts waits for it."""
+    if not config.getoption("--machine-lock") or hasattr(config, "workerinput"):
+        os.environ.setdefault(HELD, "")
+        return
+    lock = ExitStack()
+    try:
+        lock.enter_context(machine_lock())
+    except Conflict as error:
+        pytest.exit(str(error), 1)
+    config.add_cleanup(lock.close)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -41,7 +41,9 @@ class ReleaseConfig(Settings):
         "the header x-graftwork-segment. Others are reported only.",
     )
     margin: Fraction = Field(
-        0.1, description="Promote a canary whose mean reward is at most this much below the baseline's."
+        0.1,
+        description="Promote a canary whose mean reward is at most this much below the baseline's. 1: any "
+        "that is not rolled back.",
     )
     rate_margin: OpenFraction = Field(
         0.05,

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -80,7 +81,17 @@ def bench(
             f"There is no benchmark {name!r}. Known benchmarks: {known or 'none; run from a checkout'}."
         )
     command = [sys.executable, str(script), "--params", str(params), "--out", str(settings.paths.bench)]
-    variables = variables_with(folder.parents[1])
     dies_too = partial(die_with_parent, os.getpid())
-    run = subprocess.run([*command, *context.args], check=False, env=variables, preexec_fn=dies_too)
+    alone = nullcontext() if "--help" in context.args else _alone(folder.parents[1])
+    with alone:
+        variables = variables_with(folder.parents[1])
+        run = subprocess.run([*command, *context.args], check=False, env=variables, preexec_fn=dies_too)
     raise typer.Exit(run.returncode)
+
+
+def _alone(checkout: Path) -> AbstractContextManager[None]:
+    """Return the lock that tests and benchmarks take; only a checkout has it."""
+    sys.path.append(str(checkout))
+    from tests.helpers.machine_lock import machine_lock
+
+    return machine_lock()

@@ -1,17 +1,18 @@
 """A real engine for tests, in a process of its own."""
 
+import fcntl
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import cycle
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
@@ -22,10 +23,8 @@ import psutil
 from engine.serving.server import memory_arguments
 from engine.settings.services import EngineConfig
 
-# Below what the kernel gives to connections. Each worker of pytest-xdist has a share of its own, so that no
-# two take one port; another run on this machine begins elsewhere.
+# Below what the kernel gives to connections.
 PORTS = range(10_000, 30_000)
-SHARE = 2_000
 # Seconds that a server has to stop by itself, before its reaper kills it.
 STOP_S = 20
 STOCK_SERVER = str(Path(__file__).with_name("stock_server.py"))
@@ -35,33 +34,50 @@ CROWDED = {"slots": 3, "max_rank": 64, "host_bytes": 7 << 20}
 DEFAULTS = EngineConfig()
 
 
-def ports_of(worker: str) -> Iterator[int]:
-    """Return the ports of a worker's share, round and round."""
-    mine = PORTS[SHARE * (int(worker.removeprefix("gw")) % (len(PORTS) // SHARE)) :][:SHARE]
-    begin = os.getpid() * 37 % SHARE
-    return cycle([*mine[begin:], *mine[:begin]])
+def ports_from(begin: int) -> Iterator[int]:
+    """Return each port once, beginning with one of them."""
+    return iter([*PORTS[begin % len(PORTS) :], *PORTS[: begin % len(PORTS)]])
 
 
-_ports = ports_of(os.environ.get("PYTEST_XDIST_WORKER", "gw0"))
+# A byte for each port: a process locks those of its ports, and the kernel unlocks them when it ends.
+_reserved = os.open(Path(tempfile.gettempdir(), f"graftwork-ports-{os.getuid()}"), os.O_RDWR | os.O_CREAT)
+# Another process begins elsewhere, so that it seldom meets a port that is reserved.
+_ports = ports_from(os.getpid() * 37)
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on and that this process has not returned before."""
+    """Return a port that nothing listens on, and that no other test process gets before this one ends."""
     for port in _ports:
         with socket.socket() as probe, suppress(OSError):
+            fcntl.lockf(_reserved, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
             probe.bind(("127.0.0.1", port))
             return port
-    raise AssertionError("unreachable: the ports go round")
+    raise AssertionError("This process has taken every port.")
 
 
 def left_behind(root: Path) -> list[str]:
-    """Return the command lines of live processes that name `root`."""
+    """Return the command lines of live processes that name `root`.
+
+    A process forked a moment ago shows its parent's; count different ones to know what has started.
+    """
     found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if str(root) in line and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(line)
+    for process in psutil.process_iter():
+        # It may end between any two of these reads.
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            line = command_line(process)
+            if str(root) in line and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(line)
     return found
+
+
+def command_line(process: psutil.Process) -> str:
+    """Return a process's command line. It is empty for a moment while a new program replaces the old one."""
+    for _ in range(100):
+        # A thread of the kernel has no program and never a command line.
+        if (words := process.cmdline()) or not process.exe():
+            return " ".join(words)
+        time.sleep(0.001)
+    return ""
 
 
 @dataclass

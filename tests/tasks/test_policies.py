@@ -13,6 +13,7 @@ from tasks import policies
 from tasks.policies import create_policy, describe
 from tasks.suites import SUITES, load_suite
 from tests.helpers.command_line import graftwork
+from tests.helpers.repository import ROOT
 
 
 @pytest.fixture
@@ -234,3 +235,9 @@ def test_a_kill_while_swapping_loses_nothing(
     assert (made.suite_version, made.changed) == (2, renames == 1)
     assert known_policies(params) == ["mine"]
     assert not list(params.suites_dir.glob(".mine.old"))
+
+
+def test_what_a_new_policy_leaves_beside_it_makes_no_checkout_dirty(params: Params, tmp_path: Path) -> None:
+    create_policy(params, "mine", data(tmp_path / "d.jsonl"), "numeric", "ada", items=30)
+    (lock,) = [file.name for file in params.suites_dir.iterdir() if file.name != "mine"]
+    assert f"/eval_suites/{lock}" in (ROOT / ".gitignore").read_text().splitlines()

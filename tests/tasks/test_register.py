@@ -55,7 +55,7 @@ def server(tmp_path_factory):
     finally:
         # The server is the leader of its own group, so its worker ends with it.
         os.killpg(process.pid, signal.SIGTERM)
-        process.wait(30)
+        process.wait(60)
 
 
 def answers(port):
@@ -292,7 +292,7 @@ def test_a_dead_registry_is_a_sentence_within_the_patience(base, tmp_path):
     started = time.monotonic()
     with pytest.raises(ServiceError, match="MLflow does not answer"):
         register(dead, "dead", directory, patience_s=1)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 10
     assert read_revision(directory)[1].policy == "dead"
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
@@ -31,7 +31,6 @@ def adapter(names: set[str], rank: int, seed: int = 0) -> dict[str, torch.Tensor
 LEAVES = SHAPES.targets
 
 
-@settings(max_examples=40, deadline=None)
 @given(names=st.sets(st.sampled_from(LEAVES), min_size=1), rank=st.sampled_from([1, 3, 8]))
 def test_unpack_is_the_exact_inverse(names: set[str], rank: int):
     tensors = adapter(names, rank)
@@ -123,7 +122,6 @@ def experts_adapter(ranks: dict[str, int], seed: int = 0) -> dict[str, torch.Ten
     return tensors
 
 
-@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_experts_of_any_ranks_and_holes_come_back(data):
     chosen = data.draw(st.sets(st.sampled_from(sorted(MOE.modules())), min_size=1))

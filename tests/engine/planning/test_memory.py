@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.base.sizes import Shape
@@ -184,7 +184,6 @@ bases = st.sampled_from([QWEN3_06B, LLAMA3_8B, QWEN3_30B_A3B])
 
 
 @given(bases, st.integers(1, 200), engines, trainers)
-@settings(max_examples=150, deadline=None)
 def test_shares_of_a_plan_that_fits_leave_room_for_each_other(config, available, engine, trainer):
     found = plan(config, available * GIB, engine, trainer)
     assert all(size >= 0 for size in found.parts.values())
@@ -213,7 +212,6 @@ GROWING = [
 
 
 @given(bases, engines, trainers, st.sampled_from(GROWING))
-@settings(max_examples=100, deadline=None)
 def test_more_of_anything_never_needs_less(config, engine, trainer, change):
     section, field, factor = change
     before = plan(config, 80 * GIB, engine, trainer)

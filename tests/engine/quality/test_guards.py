@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.quality.canary import MOST_SEGMENTS, CanaryAnswer, CanaryJudge, FeedbackCounts
@@ -303,7 +303,6 @@ values = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
 @given(values, st.integers(1, 40), st.sampled_from([0.0, 1.0]))
 def test_looking_at_any_moments_gives_what_one_look_from_scratch_gives(
     drawn: list[tuple[int, str, int, float]], every: int, on_canary: float

@@ -1,12 +1,15 @@
 """The engine's process before vLLM starts: how the machine's cores are shared out."""
 
+import logging
 import os
+from pathlib import Path
 from unittest import mock
 
 import pytest
 from vllm.utils.cpu_resource_utils import parse_id_list
 
 from engine.errors import ConfigError
+from engine.serving import NO_TRITON
 from engine.serving.server import cores_of_ranks, set_environment
 from engine.settings.params import Params
 from engine.settings.services import EngineConfig
@@ -50,3 +53,15 @@ def test_on_cuda_ranks_need_no_cores_of_their_own(monkeypatch):
     monkeypatch.setattr("engine.planning.gpu.cuda_bytes", lambda: 80 << 30)
     set_environment(params)
     assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
+
+
+def test_only_the_warning_about_tritons_cpu_backend_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    from vllm.triton_utils import importing
+
+    logger = logging.getLogger(importing.__name__)
+    logger.addHandler(caplog.handler)
+    assert NO_TRITON in Path(importing.__file__).read_text()
+    logger.warning(f"{NO_TRITON} Disabling Triton.")
+    logger.warning("Another warning.")
+    logger.removeHandler(caplog.handler)
+    assert set(caplog.messages) == {"Another warning."}

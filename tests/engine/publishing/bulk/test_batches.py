@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.adapters import packed, revision
@@ -56,7 +56,6 @@ def test_a_table_is_used_again_for_one_of_its_size():
     fresh.zero_()
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     model_type=st.sampled_from(sorted(made_adapters.CONFIGS)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),

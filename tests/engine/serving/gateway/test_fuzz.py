@@ -18,13 +18,8 @@ from engine.serving.gateway.route_table import ROUTES
 from tests.helpers.gateways import World, open_world
 
 CASES, WARM, MANY = 1_500, 5_000, 50_000
-CHECKS = settings(
-    max_examples=CASES,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-)
+# Not fewer than an exploring run asks for.
+CHECKS = settings(max_examples=max(CASES, settings().max_examples), suppress_health_check=list(HealthCheck))
 UNKNOWN = ["/v1/realtime", "/v1/models/acme-sums", "/", "//v1/completions", "/v1/x"]
 PATHS = [route.path for route in ROUTES] + UNKNOWN
 METHODS = ["GET", "POST", "PUT", "OPTIONS", "HEAD", "DELETE", "X"]

@@ -250,11 +250,11 @@ def test_resolving_costs_microseconds(catalog):
     set_route(catalog, champion=CHAMPION, canary=CANARY, weight=0.5)
     router = Router(catalog, "tiny", "base")
     router.resolve("sums", "warm")
-    started = time.perf_counter()
+    started = time.thread_time()
     for i in range(2000):
         router.resolve("sums", f"user-{i}")
-    # Some 10 us here; the bound leaves room for a busy machine, not for a query per request.
-    assert (time.perf_counter() - started) / 2000 < 100e-6
+    # Some 10 us of a core; the bound leaves room for a slow one, not for a query per request.
+    assert (time.thread_time() - started) / 2000 < 100e-6
 
 
 def test_a_retired_revision_is_gone_but_not_to_the_scorer(catalog):

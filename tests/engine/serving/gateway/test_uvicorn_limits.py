@@ -38,14 +38,14 @@ class Running:
 
 
 async def ask(port: int, *pieces: bytes, wait_s: float = 0.0) -> bytes:
-    """Send pieces with pauses, and return what comes until the server closes, or 5 s are over."""
+    """Send pieces with pauses, and return what comes until the server closes, or 25 s are over."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
             await asyncio.sleep(wait_s)
-        return await asyncio.wait_for(reader.read(1 << 16), 5)
+        return await asyncio.wait_for(reader.read(1 << 16), 25)
     except ConnectionError:
         return b""
     finally:
@@ -95,7 +95,7 @@ def test_idle_and_slow_connections_end_and_others_are_served(monkeypatch: pytest
             assert (await ask(port, REQUEST + b"\r\n"))[:12] == b"HTTP/1.1 200"
             for reader, _ in (*idle, half):
                 assert await asyncio.wait_for(reader.read(), 5) == b""
-            assert 0.3 < time.monotonic() - began < 3
+            assert 0.3 < time.monotonic() - began < 5
             assert not (await slow).startswith(b"HTTP/1.1 200")
             # A second request on a connection has the same time.
             reader, writer = await asyncio.open_connection("127.0.0.1", port)

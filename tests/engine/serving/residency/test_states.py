@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import generate_latest
 
@@ -257,7 +257,6 @@ steps = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(steps, min_size=20, max_size=60))
 def test_in_any_order_of_events_nobody_waits_for_nothing_and_every_view_agrees(order):
     """Loads, evictions, lost bytes, clients that leave, reports that are lost, crashes of either process."""
