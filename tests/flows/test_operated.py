@@ -396,15 +396,17 @@ def test_a_caller_gives_a_run_no_command_environment_or_folder(people: Operated)
     """Prefect's own template of a work pool takes all three from whoever starts a run."""
     at = f"/deployments/{people.deployment('report')['id']}/create_flow_run"
     trace = people.state / "was-here"
-    for variables in (
-        {"command": f"touch {trace}"},
-        {"env": {"PYTHONSTARTUP": str(trace)}},
-        {"working_dir": str(people.state)},
-    ):
-        body = {"parameters": {"form": {}}, "state": {"type": "SCHEDULED"}, "job_variables": variables}
-        answer = people.prefect.post(at, json=body)
-        if answer.is_success:
-            assert people.wait(answer.json()["id"])["type"] == "COMPLETED"
+    hostile = people.state / "hostile"
+    hostile.mkdir()
+    # Python imports this at its start.
+    (hostile / "sitecustomize.py").write_text(f"open({str(trace)!r}, 'w')")
+    variables = {
+        "command": f"touch {trace}", "env": {"PYTHONPATH": str(hostile)}, "working_dir": str(hostile),
+    }  # fmt: skip
+    body = {"parameters": {"form": {}}, "state": {"type": "SCHEDULED"}, "job_variables": variables}
+    answer = people.prefect.post(at, json=body)
+    if answer.is_success:
+        assert people.wait(answer.json()["id"])["type"] == "COMPLETED"
     assert not trace.exists()
     pool = people.prefect.get("/work_pools/graftwork").raise_for_status().json()
     assert "{{" not in str(pool["base_job_template"])
