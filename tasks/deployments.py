@@ -30,10 +30,10 @@ NOTICE = (
     '{"text": {{ (event.event ~ ": " ~ event.payload.revision ~ " " ~ event.payload.reason) | tojson }}, '
     '"link": {{ event.payload.link | tojson }}}'
 )
-# A run takes no command, environment or folder from its caller; Prefect would merge the caller's variables into
-# an `env` given here, even an empty one. The folder is the checkout, where the entry points are. By default it
-# would be a temporary directory of the run: the first process of a suspended run removes that when it ends, and
-# the resumed one may run in it already.
+# A run takes no command, environment or folder from its caller; Prefect would merge the caller's variables
+# into an `env` given here, even an empty one. The folder is the checkout, where the entry points are. By
+# default it would be a temporary directory of the run: the first process of a suspended run removes that when
+# it ends, and the resumed one may run in it already.
 JOB_TEMPLATE: dict[str, Any] = {
     "job_configuration": {
         "command": None, "labels": {}, "name": None, "stream_output": True, "working_dir": str(ROOT),

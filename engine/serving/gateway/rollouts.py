@@ -9,12 +9,12 @@ disconnects, ends the whole request.
 import asyncio
 import math
 import uuid
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any, Protocol, Self
 
 import orjson
 from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from starlette.datastructures import State
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 from vllm.inputs import TokensPrompt
 from vllm.logprobs import FlatLogprobs
@@ -52,6 +52,31 @@ class Rollouts(BaseModel):
         if (samples := len(self.prompts) * self.n) > MAX_SAMPLES:
             raise ValueError(f"{samples} samples were requested, but a request may have {MAX_SAMPLES}")
         return self
+
+    def params(self, number: int) -> SamplingParams:
+        """Return vLLM's settings for prompt `number`."""
+        return SamplingParams(
+            n=self.n,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            # vLLM adds the sample's index in the group to the seed.
+            seed=self.seed + number * self.n,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={ROUTED_EXPERTS: int(self.routed_experts), COALESCED: 1},
+        )
+
+
+class Sampled(Protocol):
+    """A request for `n` samples of each prompt."""
+
+    model: str
+    n: int
+    cache_salt: str | None
+
+    def params(self, number: int) -> SamplingParams: ...
 
 
 class RolloutGate:
@@ -92,68 +117,76 @@ def gate_of_platform() -> RolloutGate:
 
 @with_cancellation
 async def rollouts(body: Rollouts, raw_request: Request) -> Response:
-    """Sample every prompt and return the groups in the prompts' order.
+    """Sample every prompt and return the groups in the prompts' order. Responds as `sample_groups`."""
+    groups = await sample_groups(raw_request, body, body.prompts)
+    if isinstance(groups, Response):
+        return groups
+    samples = [sample for group in groups for sample in group.outputs]
+    tokenizer = raw_request.app.state.engine_client.get_tokenizer()
+    texts = tokenizer.batch_decode([sample.token_ids for sample in samples], skip_special_tokens=True)
+    told = [_told(sample, text) for sample, text in zip(samples, texts, strict=True)]
+    found = [told[start : start + body.n] for start in range(0, len(told), body.n)]
+    answer = {"groups": found, "usage": usage_of(body.prompts, groups)}
+    return Response(orjson.dumps(answer), media_type="application/json")
 
-    Responds 400 for a prompt that the model cannot take, 404 for an adapter that is not in the engine, and
-    500 when the engine aborted a sample.
+
+async def sample_groups(
+    request: Request, body: Sampled, prompts: Sequence[list[int]]
+) -> list[RequestOutput] | Response:
+    """Sample each prompt (token ids) behind the gate; return vLLM's outputs in the prompts' order.
+
+    Returns a response instead: 400 for a prompt that the model cannot take, 404 for an adapter that is not in
+    the engine, and 500 when the engine aborted a sample. One refused prompt ends the whole request.
     """
-    state = raw_request.app.state
-    lora, refusal = find_adapter(state, body.model)
-    if refusal:
-        return refusal
-    gate: RolloutGate = state.graftwork_gate
-    priority = int(raw_request.headers.get("x-vllm-priority", 0))
-    await gate.enter(len(body.prompts), body.n)
+    state = request.app.state
+    models, gate = state.openai_serving_models, state.graftwork_gate
+    lora = models.lora_requests.get(body.model)
+    if lora is None and not models.is_base_model(body.model):
+        return _refused(404, f"Adapter {body.model!r} is not in the engine. Repeat the request.")
+    priority = int(request.headers.get("x-vllm-priority", 0))
+    await gate.enter(len(prompts), body.n)
     asked = [
-        asyncio.create_task(_group(state.engine_client, body, lora, number, priority))
-        for number in range(len(body.prompts))
+        asyncio.create_task(_group(state.engine_client, body, prompt, number, lora, priority))
+        for number, prompt in enumerate(prompts)
     ]
     for task in asked:
         task.add_done_callback(lambda _: gate.leave(body.n))
     try:
         groups = await asyncio.gather(*asked)
     except ValueError as error:
-        return refused(400, str(error))
+        return _refused(400, str(error))
     finally:
         # When one prompt fails, the other groups are no longer needed.
         for task in asked:
             task.cancel()
-    samples = [sample for group in groups for sample in group.outputs]
-    if any(sample.finish_reason == "error" for sample in samples):
-        return refused(500, f"The engine aborted a sample of {body.model}; its log has the cause.")
-    tokenizer = state.engine_client.get_tokenizer()
-    texts = tokenizer.batch_decode([sample.token_ids for sample in samples], skip_special_tokens=True)
-    told = [_told(sample, text) for sample, text in zip(samples, texts, strict=True)]
-    usage = {
-        "prompt_tokens": sum(map(len, body.prompts)),
-        "completion_tokens": sum(len(sample.token_ids) for sample in samples),
-    }
-    found = [told[start : start + body.n] for start in range(0, len(told), body.n)]
-    return Response(orjson.dumps({"groups": found, "usage": usage}), media_type="application/json")
+    if any(sample.finish_reason == "error" for group in groups for sample in group.outputs):
+        return _refused(500, f"The engine aborted a sample of {body.model}; its log has the cause.")
+    return groups
 
 
 async def _group(
-    engine: Any, body: Rollouts, lora: LoRARequest | None, number: int, priority: int
+    engine: Any, body: Sampled, tokens: list[int], number: int, lora: LoRARequest | None, priority: int
 ) -> RequestOutput:
-    params = SamplingParams(
-        n=body.n,
-        max_tokens=body.max_tokens,
-        temperature=body.temperature,
-        # vLLM adds the sample's index in the group to the seed.
-        seed=body.seed + number * body.n,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={ROUTED_EXPERTS: int(body.routed_experts), COALESCED: 1},
-    )
-    prompt = TokensPrompt(prompt_token_ids=body.prompts[number])
+    prompt = TokensPrompt(prompt_token_ids=tokens)
     if body.cache_salt is not None:
         prompt["cache_salt"] = body.cache_salt
-    name = f"rollout-{uuid.uuid4().hex}"
-    answers = engine.generate(prompt, params, name, lora_request=lora, priority=priority)
+    name = f"group-{uuid.uuid4().hex}"
+    answers = engine.generate(prompt, body.params(number), name, lora_request=lora, priority=priority)
     *_, last = [answer async for answer in answers]
     return last  # type: ignore[no-any-return]
+
+
+def usage_of(prompts: Sequence[list[int]], groups: Sequence[RequestOutput]) -> dict[str, int]:
+    """Return the tokens of all prompts and of all their samples."""
+    return {
+        "prompt_tokens": sum(map(len, prompts)),
+        "completion_tokens": sum(len(sample.token_ids) for group in groups for sample in group.outputs),
+    }
+
+
+def _refused(status: int, message: str) -> Response:
+    body = {"error": {"message": message, "type": "RolloutError", "code": status}}
+    return Response(orjson.dumps(body), status, media_type="application/json")
 
 
 def _told(sample: CompletionOutput, text: str) -> dict[str, Any]:
@@ -168,18 +201,3 @@ def _told(sample: CompletionOutput, text: str) -> dict[str, Any]:
     if sample.routed_experts is not None:
         told["routed_experts"] = numpy2base64(sample.routed_experts)
     return told
-
-
-def find_adapter(state: State, model: str) -> tuple[LoRARequest | None, Response | None]:
-    """Return a served name's adapter, or None for the base; and a 404 for a name that the engine lacks."""
-    models = state.openai_serving_models
-    lora = models.lora_requests.get(model)
-    if lora is None and not models.is_base_model(model):
-        return None, refused(404, f"Adapter {model!r} is not in the engine. Repeat the request.")
-    return lora, None
-
-
-def refused(status: int, message: str) -> Response:
-    """Return an answer with an error in OpenAI's form."""
-    body = {"error": {"message": message, "type": "RolloutError", "code": status}}
-    return Response(orjson.dumps(body), status, media_type="application/json")

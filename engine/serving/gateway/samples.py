@@ -4,21 +4,17 @@ What `rollouts` samples for the loop, this samples for training scripts of other
 several with the same settings. Hundreds of these requests share the gate and the engine's steps.
 """
 
-import asyncio
-import uuid
 from typing import Annotated, Any, Self
 
 import orjson
 from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
-from vllm.inputs import TokensPrompt
 from vllm.logprobs import FlatLogprobs
-from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from engine.serving.gateway.rollouts import MAX_SAMPLES, RolloutGate, find_adapter, refused
+from engine.serving.gateway.rollouts import MAX_SAMPLES, sample_groups, usage_of
 from engine.serving.vllm_plugin.extra_args import COALESCED
 
 # vLLM's own limit of alternatives for a token, and the gateway's of stop texts.
@@ -94,55 +90,19 @@ class Samples(BaseModel):
 async def samples(body: Samples, raw_request: Request) -> Response:
     """Sample each prompt. The answer to `prompts` has a group for each; that to `prompt` is a group.
 
-    Responds 400 for a prompt that the model cannot take, 404 for an adapter that is not in the engine, and
-    500 when the engine aborted a sample. One refused prompt ends the whole request.
+    Responds as `sample_groups`.
     """
-    state = raw_request.app.state
-    lora, refusal = find_adapter(state, body.model)
-    if refusal:
-        return refusal
     prompts = body.prompts or [body.prompt or []]
-    priority = int(raw_request.headers.get("x-vllm-priority", 0))
-    gate: RolloutGate = state.graftwork_gate
-    await gate.enter(len(prompts), body.n)
-    asked = [
-        asyncio.create_task(_group(state.engine_client, body, prompt, number, lora, priority))
-        for number, prompt in enumerate(prompts)
-    ]
-    for task in asked:
-        task.add_done_callback(lambda _: gate.leave(body.n))
-    try:
-        groups = await asyncio.gather(*asked)
-    except ValueError as error:
-        return refused(400, str(error))
-    finally:
-        # When one prompt fails, the other groups are no longer needed.
-        for task in asked:
-            task.cancel()
-    if any(sample.finish_reason == "error" for group in groups for sample in group.outputs):
-        return refused(500, f"The engine aborted a sample of {body.model}; its log has the cause.")
-    usage = {
-        "prompt_tokens": sum(map(len, prompts)),
-        "completion_tokens": sum(len(sample.token_ids) for group in groups for sample in group.outputs),
-    }
+    groups = await sample_groups(raw_request, body, prompts)
+    if isinstance(groups, Response):
+        return groups
     told = [
         {"samples": [_told(sample) for sample in group.outputs], **_of_prompt(body, group)}
         for group in groups
     ]
     whole: dict[str, Any] = {"groups": told} if body.prompts else told[0]
-    return Response(orjson.dumps({**whole, "usage": usage}), media_type="application/json")
-
-
-async def _group(
-    engine: Any, body: Samples, tokens: list[int], number: int, lora: LoRARequest | None, priority: int
-) -> RequestOutput:
-    prompt = TokensPrompt(prompt_token_ids=tokens)
-    if body.cache_salt is not None:
-        prompt["cache_salt"] = body.cache_salt
-    name = f"sample-{uuid.uuid4().hex}"
-    answers = engine.generate(prompt, body.params(number), name, lora_request=lora, priority=priority)
-    *_, last = [answer async for answer in answers]
-    return last  # type: ignore[no-any-return]
+    answer = {**whole, "usage": usage_of(prompts, groups)}
+    return Response(orjson.dumps(answer), media_type="application/json")
 
 
 def _told(sample: CompletionOutput) -> dict[str, Any]:
