@@ -543,8 +543,8 @@ def test_nightly_fires_by_itself_and_says_why_it_skips(people: Operated, created
         }
         return people.prefect.post("/flow_runs/filter", json=body).raise_for_status().json()
 
-    # A second schedule, as a person adds one in Prefect's UI: once a minute, from now on.
-    soon = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    # A second schedule, as a person adds one in Prefect's UI: once a minute, soon for the first time.
+    soon = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 15))
     often = {"active": True, "schedule": {"interval": 60, "anchor_date": soon, "timezone": "UTC"}}
     at = f"/deployments/{deployment['id']}/schedules"
     (added,) = people.prefect.post(at, json=[often]).raise_for_status().json()

@@ -69,7 +69,7 @@ class Rollouts(BaseModel):
         )
 
 
-class Sampled(Protocol):
+class GroupRequest(Protocol):
     """A request for `n` samples of each prompt."""
 
     model: str
@@ -131,7 +131,7 @@ async def rollouts(body: Rollouts, raw_request: Request) -> Response:
 
 
 async def sample_groups(
-    request: Request, body: Sampled, prompts: Sequence[list[int]]
+    request: Request, body: GroupRequest, prompts: Sequence[list[int]]
 ) -> list[RequestOutput] | Response:
     """Sample each prompt (token ids) behind the gate; return vLLM's outputs in the prompts' order.
 
@@ -165,7 +165,7 @@ async def sample_groups(
 
 
 async def _group(
-    engine: Any, body: Sampled, tokens: list[int], number: int, lora: LoRARequest | None, priority: int
+    engine: Any, body: GroupRequest, tokens: list[int], number: int, lora: LoRARequest | None, priority: int
 ) -> RequestOutput:
     prompt = TokensPrompt(prompt_token_ids=tokens)
     if body.cache_salt is not None:
