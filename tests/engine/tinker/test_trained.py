@@ -130,7 +130,7 @@ def test_faults_of_a_datum_are_told_by_the_trainer(client: tinker.ServiceClient)
 # Beside two samples of one prompt.
 INPUTS = ((5, 9, 30, 31, 32, 40), (5, 9, 30, 61, 62), (7,), (11, 12, 13, 14, 15, 16, 17, 18, 19))
 # So large an epsilon that a step follows the gradient, not its sign, which rounding decides near 0.
-SMOOTH = tinker.AdamParams(learning_rate=0.1, beta1=0.9, beta2=0.95, eps=0.1)
+SMOOTH = tinker.AdamParams(learning_rate=0.1, beta1=0.9, beta2=0.95, eps=1.0)
 BOUNDS = {"cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 1.3},
           "gspo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}}  # fmt: skip
 
@@ -187,11 +187,11 @@ def two_steps(model: tinker.TrainingClient, loss: str) -> tinker.ForwardBackward
 def test_steps_are_adamw_s_on_peft_s_model(
     served: Served, client: tinker.ServiceClient, tiny_base: Path, loss: str
 ) -> None:
-    model = client.create_lora_training_client("tiny-dense", rank=8).result()
+    model = client.create_lora_training_client("tiny-dense", rank=8, seed=0).result()
     before = factors(served, model)
     targets = sorted({key.rpartition(".lora_")[0].rpartition(".")[2] for key in before})
     peft, theirs = peft_of(tiny_base, before, 8, 32.0, targets)
-    optimizer = torch.optim.AdamW(theirs.values(), lr=0.1, betas=(0.9, 0.95), eps=0.1, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(theirs.values(), lr=0.1, betas=(0.9, 0.95), eps=1.0, weight_decay=0.0)
     for _ in range(2):
         given = columns(loss)
         scored = [
