@@ -159,6 +159,13 @@ def _dead_runs() -> "AutomationCore":
 
 
 def _replace(client: "SyncPrefectClient", automation: "AutomationCore") -> None:
-    for known in client.read_automations_by_name(automation.name):
-        client.delete_automation(known.id)
+    """Create an automation, or replace another one of its name.
+
+    One that is the same stays: it has heard the last heartbeat of runs that died a moment ago.
+    """
+    known = client.read_automations_by_name(automation.name)
+    if [one.model_dump(exclude={"id"}) for one in known] == [automation.model_dump()]:
+        return
+    for one in known:
+        client.delete_automation(one.id)
     client.create_automation(automation)

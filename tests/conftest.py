@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import certifi
 import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
@@ -65,6 +67,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hold the machine's lock for the whole run if asked to; else nothing that a test starts waits for it."""
+    if not hasattr(config, "workerinput"):
+        trust_one_root(config)
     if not config.getoption("--machine-lock") or hasattr(config, "workerinput"):
         os.environ.setdefault(HELD, "")
         return
@@ -74,6 +78,15 @@ def pytest_configure(config: pytest.Config) -> None:
     except Conflict as error:
         pytest.exit(str(error), 1)
     config.add_cleanup(lock.close)
+
+
+def trust_one_root(config: pytest.Config) -> None:
+    """Let HTTP clients and their children's read one root certificate: certifi's many take each 30 ms."""
+    folder, end = TemporaryDirectory(prefix="graftwork-root-"), "-----END CERTIFICATE-----\n"
+    config.add_cleanup(folder.cleanup)
+    file = Path(folder.name) / "root.pem"
+    file.write_text(certifi.contents().partition(end)[0] + end)
+    os.environ["SSL_CERT_FILE"] = str(file)
 
 
 @pytest.hookimpl(tryfirst=True)

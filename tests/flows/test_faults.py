@@ -21,6 +21,7 @@ from engine.services import lifecycle as services
 from engine.settings.params import Params, load_params
 from engine.training.service.client import TrainerClient
 from tests.helpers.live import free_port
+from tests.helpers.operated import POLICY, Operated
 from tests.helpers.repository import ROOT
 
 STEPS = 12
@@ -152,3 +153,23 @@ def test_registry_down_at_export_and_the_retry_goes_on(params: Params, file: Pat
     # It goes on from the exported directory: no second training.
     assert time.monotonic() - began < 60
     assert_whole(params, "registry")
+
+
+def test_mlflow_and_prefect_may_die_in_the_middle_of_an_adapt(people: Operated, quickstart: str) -> None:
+    """Their process reaper and supervisor start them again; the run goes on and registers its version."""
+    before = len(people.mlflow.search_model_versions(f"name = '{POLICY}'"))
+    run = people.start("adapt", policy=POLICY, steps=8, seed=11, scored=False).json()["id"]
+    assert people.wait(run, "Running")["name"] == "Running"
+    pids = {service.name: service.pid for service in services.status(load_params(people.settings))}
+    for name in ("mlflow", "prefect"):
+        os.kill(int(pids[name] or 0), signal.SIGKILL)
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            state = people.wait(run)
+            break
+        except httpx.HTTPError:
+            assert time.monotonic() < deadline, "Prefect did not come back."
+            time.sleep(0.5)
+    assert state["type"] == "COMPLETED", state["message"]
+    assert len(people.mlflow.search_model_versions(f"name = '{POLICY}'")) == before + 1

@@ -1,8 +1,10 @@
-"""Ctrl-C at ten random moments of the main job: nothing is left behind, and the next run works."""
+"""Ctrl-C at ten random moments of the main job, and kill -9: nothing is left, and the next run works."""
 
 import json
 import random
+import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +12,8 @@ import pytest
 
 from engine.base.resident import ensure_base
 from engine.settings.params import load_params
-from tests.helpers.main_job import interrupt, is_in_a_canary, run_job, write_job
+from tests.helpers.live import left_behind
+from tests.helpers.main_job import interrupt, is_in_a_canary, is_training, run_job, write_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.services, pytest.mark.timeout(2400)]
 MOMENTS = 10
@@ -44,8 +47,19 @@ def test_ctrl_c_at_a_random_moment(
     assert summary["bad_revision"]["verdict"] == "rollback"
 
 
-def test_ctrl_c_in_a_canary(tmp_path: Path) -> None:
+@pytest.mark.parametrize("now", [is_training, is_in_a_canary])
+def test_ctrl_c_in_the_training_and_in_a_canary(tmp_path: Path, now: Callable[[Path], bool]) -> None:
     params = write_job(tmp_path)
-    ended = interrupt(params, partial(is_in_a_canary, params), tmp_path / "interrupted.log")
+    ended = interrupt(params, partial(now, params), tmp_path / "interrupted.log")
     assert ended.code == 130, (tmp_path / "interrupted.log").read_text()[-6000:]
     assert ended.left == []
+
+
+def test_a_start_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    """Services that are just starting for the first time end by their reapers."""
+    params = write_job(tmp_path)
+    ended = interrupt(
+        params, lambda: len(set(left_behind(tmp_path))) >= 6, tmp_path / "killed.log", signal.SIGKILL
+    )
+    assert (ended.code, ended.left) == (137, [])
+    run_job(params)

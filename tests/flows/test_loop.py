@@ -1,32 +1,19 @@
 """The whole loop on the real engine, as a newcomer starts it: `graftwork run`, shortened."""
 
 import json
-import signal
-from functools import partial
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-import yaml
 from mlflow import MlflowClient
 
-from engine.clients.prefect import PrefectLogin
-from engine.security.credentials import USER, known_credential
 from engine.settings.params import Paths
 from tasks.register import numbers
 from tests.helpers.history import step_row
 from tests.helpers.live import left_behind
-from tests.helpers.main_job import (
-    STEPS,
-    Interrupted,
-    eventually,
-    graftwork,
-    interrupt,
-    is_training,
-    run_job,
-    write_job,
-)
+from tests.helpers.main_job import STEPS, eventually, run_job, write_job
 
 pytestmark = [pytest.mark.heavy(minutes=5), pytest.mark.services]
 
@@ -43,36 +30,10 @@ def params(state: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def killed(params: Path, state: Path) -> Interrupted:
-    """kill -9 of a run whose services are just starting for the first time."""
-    return interrupt(params, lambda: len(set(left_behind(state))) >= 6, state / "killed.log", signal.SIGKILL)
-
-
-@pytest.fixture(scope="module")
-def interrupted(params: Path, state: Path, killed: Interrupted) -> Interrupted:
-    """Ctrl-C in the training of the next run."""
-    return interrupt(params, partial(is_training, params), state / "interrupted.log")
-
-
-@pytest.fixture(scope="module")
-def finished(params: Path, state: Path, interrupted: Interrupted) -> dict[str, Any]:
-    """Run the main job to its end after the interrupted runs; return its summary."""
+def finished(params: Path, state: Path) -> dict[str, Any]:
+    """Run the main job to its end; return its summary."""
     run_job(params)
     return json.loads((state / "runs" / "latest.json").read_text())
-
-
-@pytest.mark.timeout(1600)
-def test_a_start_that_is_killed_leaves_nothing(killed: Interrupted) -> None:
-    """That the next start works is what every test below shows."""
-    assert killed.code == 137
-    assert killed.left == []
-
-
-@pytest.mark.timeout(1600)
-def test_ctrl_c_in_the_training_leaves_nothing_behind(interrupted: Interrupted) -> None:
-    """Other moments, such as a start and a canary, are in test_interrupts.py, ten of them."""
-    assert interrupted.code == 130
-    assert interrupted.left == []
 
 
 @pytest.mark.timeout(1600)
@@ -202,20 +163,11 @@ def test_nothing_is_left_running(finished: dict[str, Any], state: Path) -> None:
     assert eventually(lambda: not left_behind(state), 10), left_behind(state)
 
 
-@pytest.mark.timeout(400)
-def test_prefect_shows_what_the_job_did(finished: dict[str, Any], params: Path, state: Path) -> None:
-    log = state / "up.log"
-    api = f"http://127.0.0.1:{yaml.safe_load(params.read_text())['prefect']['port']}/api"
-    login = PrefectLogin(USER, known_credential(Paths(state), "prefect"))
-    try:
-        with graftwork("up", "--only", "prefect", "--params", str(params), log=log) as process:
-            assert process.wait(timeout=300) == 0, log.read_text()
-        flows = httpx.post(f"{api}/flows/filter", json={}, timeout=20, auth=login).json()
-        assert {"demo", "adapt", "release"} <= {flow["name"] for flow in flows}
-        artifacts = httpx.post(f"{api}/artifacts/filter", json={}, timeout=20, auth=login).json()
-        # Prefect stores a link as markdown.
-        assert {"table", "markdown"} <= {artifact["type"] for artifact in artifacts}
-    finally:
-        with graftwork("down", "--params", str(params), log=log) as process:
-            assert process.wait(timeout=60) == 0, log.read_text()
-    assert left_behind(state) == []
+@pytest.mark.timeout(1600)
+def test_prefect_shows_what_the_job_did(finished: dict[str, Any], state: Path) -> None:
+    with closing(sqlite3.connect(f"file:{Paths(state).prefect}/prefect.db?mode=ro", uri=True)) as database:
+        flows = {name for (name,) in database.execute("SELECT name FROM flow")}
+        kinds = {kind for (kind,) in database.execute("SELECT type FROM artifact")}
+    assert {"demo", "adapt", "release"} <= flows
+    # Prefect stores a link as markdown.
+    assert {"table", "markdown"} <= kinds

@@ -1,16 +1,13 @@
 """The services as people use them: `graftwork up`, deployments through Prefect's API, users with answers."""
 
-import contextlib
 import json
 import os
 import random
 import re
 import subprocess
 import sys
-import threading
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +20,12 @@ from engine.clients.prefect import PrefectLogin
 from engine.security.credentials import USER, known_credential, logins
 from engine.settings.params import Paths
 from tests.helpers import command_line
+from tests.helpers.document_blocks import PORTS, RUN, RUN_UP, marked, run, scratch
 from tests.helpers.live import free_port
 from tests.helpers.repository import ROOT
 
+# Its blocks make a policy of a person's own data, which other tests ask.
+QUICKSTART, POLICY = ROOT / "docs" / "quickstart.md", "my-sums"
 SERVICES = ("engine", "trainer", "controller", "mlflow", "prefect")
 # The phrasings of one sum; the tiny base answers one of them as the bare number.
 PHRASINGS = ("{0} =", "Calculate {0} for me.", "What is {0}?", "Find {0}.")
@@ -45,14 +45,13 @@ def write_settings(state: Path, **changes: Any) -> Path:
     return path
 
 
-def write_sums(path: Path, lines: int) -> list[dict[str, str]]:
-    """Write a person's data: sums in words, each with its answer; return the lines."""
+def write_sums(path: Path, lines: int) -> None:
+    """Write a person's data: sums in words, each with its answer."""
     draw, rows = random.Random(5), {}
     while len(rows) < lines:
         a, b = draw.randint(10, 99), draw.randint(10, 99)
         rows[a, b] = {"question": draw.choice(PHRASINGS).format(f"{a} + {b}"), "answer": str(a + b)}
     path.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
-    return list(rows.values())
 
 
 class Patient(httpx.HTTPTransport):
@@ -185,34 +184,11 @@ class Operated:
         assert done.returncode == 0, done.stdout
         return done.stdout
 
-    @contextlib.contextmanager
-    def users(self, policy: str, rows: list[dict[str, str]]) -> Iterator[None]:
-        """Let users ask and rate a policy's answers until the block ends."""
-        leave, faults = threading.Event(), list[Exception]()
-
-        def come_in() -> None:
-            draw = random.Random()
-            try:
-                with self.client() as client:
-                    while not leave.wait(0.02):
-                        row = draw.choice(rows)
-                        answer = self.ask(client, policy, row["question"]).json()
-                        text = answer["choices"][0]["message"]["content"].strip()
-                        rated = {"request_id": answer["id"], "reward": float(text == row["answer"])}
-                        client.post("/feedback", json=rated).raise_for_status()
-            except Exception as error:
-                faults.append(error)
-
-        crowd = [threading.Thread(target=come_in) for _ in range(6)]
-        for one in crowd:
-            one.start()
-        try:
-            yield
-        finally:
-            leave.set()
-            for one in crowd:
-                one.join(90)
-        assert not faults, faults
+    def page(self, path: Path, scratch_in: Path) -> None:
+        """Run the marked blocks of a page on these services, in a directory that looks like the checkout."""
+        checkout = scratch(scratch_in / "checkout", self.settings, self.state, self.state / "suites")
+        ports = {name: self.data[name]["port"] for name in PORTS}
+        run(marked(path, RUN, RUN_UP), checkout, ports, timeout_s=1000)
 
 
 def skeleton(text: str) -> str:

@@ -1,6 +1,6 @@
 """Which test files share services that start once: their tests run on one worker, like those of one file."""
 
-# For each fixture of tests/conftest.py that is an engine or a whole stack, the files that share it.
+# For each session fixture that is an engine or a whole stack, the files that share it.
 SHARED = {
     "engine": {
         "tests/bench/checks/test_catalog.py",
@@ -19,6 +19,16 @@ SHARED = {
     },
     "crowded": {"tests/engine/serving/test_end_tokens.py", "tests/engine/serving/worker/test_slot_reuse.py"},
     "moe_engine": {"tests/engine/serving/test_malformed_moe.py", "tests/engine/serving/test_moe_engine.py"},
+    "people": {
+        "tests/flows/test_decisions.py",
+        "tests/flows/test_faults.py",
+        "tests/flows/test_first_policy.py",
+        "tests/flows/test_forms.py",
+        "tests/flows/test_nightly.py",
+        "tests/flows/test_pages_and_examples.py",
+        "tests/flows/test_recorded_steps.py",
+        "tests/flows/test_service_access.py",
+    },
 }
 
 

@@ -28,7 +28,7 @@ from engine.errors import Busy, Cancelled, ConfigError, GraftworkError, ServiceE
 from engine.planning.host import free_bytes, microbatch_tokens, takes_all_cores
 from engine.process_reaper import die_with_parent
 from engine.security.credentials import credential
-from engine.security.http import HEALTH, guarded, server_options
+from engine.security.http import HEALTH, guarded, refuse_taken_port, server_options
 from engine.settings.params import Params, load_params
 from engine.settings.reproducible import equal_bits
 from engine.training.service import protocol
@@ -309,6 +309,8 @@ def main() -> None:
     os.nice(NICENESS)
     try:
         ranks = join(params)
+        if not ranks or ranks.number == 0:
+            refuse_taken_port(params.trainer)
     except ConfigError as error:
         parser.exit(error.exit_code, f"{error}\n")
     if ranks and ranks.number:

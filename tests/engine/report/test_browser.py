@@ -283,13 +283,13 @@ def test_the_page_is_there_before_the_first_snapshot(page: Page, site: str, cont
 
 
 @pytest.mark.services
-@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["one process", "a worker"])
-def test_without_a_browser_the_last_line_says_so(workers: tuple[str, ...]) -> None:
+def test_without_a_browser_the_last_line_says_so() -> None:
+    """A worker's process tells the first one, which says it."""
     files = [__file__, str(Path(__file__).with_name("test_why.py"))]
     # Beside a test that loads torch, after which native libraries have something to say at the end.
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "theme or leads_back"]
     done = subprocess.run(
-        [*command, *workers, *files],
+        [*command, "-n", "1", *files],
         env={**os.environ, "PATH": "/nowhere"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -143,6 +143,7 @@ def test_a_row_hardly_depends_on_the_rest_of_its_batch(engine: RunningEngine, ki
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_near_as_the_reference_in_bfloat16(
     base: Path, kinds, tmp_path_factory: pytest.TempPathFactory
 ):
@@ -174,8 +175,12 @@ def test_bfloat16_is_as_near_as_the_reference_in_bfloat16(
     assert ours_alone.median() < 1.5 * theirs.median()
 
 
+@pytest.mark.slow
 def test_shared_experts_carry_adapters_too(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory):
-    """GLM-MoE: the shared expert's linear layers are wrapped, and the wrapped ones are those that run."""
+    """GLM-MoE: the shared expert's linear layers are wrapped, and the wrapped ones are those that run.
+
+    test_mla_engine.py asks the same of DeepSeek's shared experts each time.
+    """
     base = glm4_moe(tmp_path_factory.mktemp("bases") / "glm", tiny_base)
     shapes = BaseShapes.read(base)
     shared = {name: size for name, size in shapes.linear.items() if ".shared_experts." in name}

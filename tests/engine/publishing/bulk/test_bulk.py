@@ -369,7 +369,9 @@ for one in bulk.register_many(
 """
 
 
-@pytest.mark.parametrize("told", [1, 40, 133])
+@pytest.mark.parametrize(
+    "told", [pytest.param(1, marks=pytest.mark.slow), 40, pytest.param(133, marks=pytest.mark.slow)]
+)
 def test_a_kill_loses_nothing_that_was_told(catalog: Catalog, store: Store, catalog_url: str, told: int):
     state = store.root.parent
     command = [sys.executable, "-c", KILLED, str(state), str(ROOT), catalog_url]

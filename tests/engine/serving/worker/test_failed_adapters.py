@@ -1,6 +1,7 @@
 """A loss of bytes on one of two tensor-parallel ranks, in two processes over gloo, without an engine."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -80,21 +81,27 @@ def serve(rank: int, root: Path) -> None:
     (root / f"{rank}.json").write_text(json.dumps(result))
 
 
+def serve_both(root: Path) -> None:
+    """Be both ranks: forks, so that vLLM is imported once."""
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=serve, args=(rank, root)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    sys.exit([rank.exitcode for rank in ranks] != [0, 0])
+
+
 @pytest.mark.services
 def test_what_one_rank_loses_is_lost_on_both(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(tmp_path)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    # Read one after the other: a rank that fails takes the other's collective with it.
-    errors = [process.communicate(timeout=120)[1] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], errors
+    done = subprocess.run(
+        [sys.executable, __file__, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     for result in (first, second):
         # The third step makes room for an adapter that is lost.
@@ -106,4 +113,4 @@ def test_what_one_rank_loses_is_lost_on_both(tmp_path):
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), Path(sys.argv[2]))
+    serve_both(Path(sys.argv[1]))

@@ -1,0 +1,84 @@
+"""One `graftwork up` for all files of SHARED["people"], and what people have made on it."""
+
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import psutil
+import pytest
+
+from engine.settings.params import served_name
+from tests.helpers.operated import POLICY, QUICKSTART, Operated, graftwork, write_settings
+from tests.helpers.repository import ROOT
+
+
+@pytest.fixture(scope="session")
+def people(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
+    state = tmp_path_factory.mktemp("operated")
+    # Not while the tests run. And how good a few steps are is the CPU's rounding, so any score passes.
+    far = f"0 {(time.gmtime().tm_hour + 12) % 24} * * *"
+    settings = write_settings(state, nightly={"cron": far}, release={"score_margin": 1.0})
+    shutil.copytree(ROOT / "eval_suites", state / "suites")
+    started = graftwork("up", settings=settings)
+    assert started.returncode == 0, started.stdout + started.stderr
+    try:
+        yield Operated(settings, state)
+    finally:
+        stopped = graftwork("down", settings=settings)
+    assert stopped.returncode == 0, stopped.stderr
+    left = [
+        one for one in psutil.process_iter(["cmdline"]) if str(state) in " ".join(one.info["cmdline"] or [])
+    ]
+    assert not [one for one in left if one.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(scope="session")
+def dead(people: Operated) -> str:
+    """A run whose process was killed after its first heartbeat; it is marked minutes later."""
+    at = f"/deployments/{people.deployment('report')['id']}/create_flow_run"
+    body = {"parameters": {"form": {}}, "state": {"type": "SCHEDULED", "name": "Later"}}
+    later = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 86400))
+    body["state"]["state_details"] = {"scheduled_time": later}
+    run = people.prefect.post(at, json=body).raise_for_status().json()["id"]
+    for kind in ("PENDING", "RUNNING"):
+        moved = people.prefect.post(
+            f"/flow_runs/{run}/set_state", json={"state": {"type": kind}, "force": True}
+        )
+        moved.raise_for_status()
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    resource = {"prefect.resource.id": f"prefect.flow-run.{run}"}
+    beat = {
+        "id": str(uuid.uuid4()),
+        "occurred": now,
+        "event": "prefect.flow-run.heartbeat",
+        "resource": resource,
+    }
+    people.prefect.post("/events", json=[beat | {"related": [], "payload": {}}]).raise_for_status()
+    return run
+
+
+@pytest.fixture(scope="session")
+def quickstart(people: Operated, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The policy that docs/quickstart.md makes: its own data, trained, and released to users."""
+    people.page(QUICKSTART, tmp_path_factory.mktemp("quickstart"))
+    return POLICY
+
+
+@dataclass(frozen=True)
+class Second:
+    """A second revision of the quickstart's policy: its training run, version in MLflow and name."""
+
+    run: str
+    version: str
+    name: str
+
+
+@pytest.fixture(scope="session")
+def second(people: Operated, quickstart: str) -> Second:
+    """Train it from the form."""
+    trained = people.run("adapt", policy=quickstart, steps=2, seed=9, scored=False)
+    versions = people.mlflow.search_model_versions(f"name = '{quickstart}'")
+    newest = max(versions, key=lambda one: int(one.version))
+    return Second(trained, str(newest.version), served_name(quickstart, newest.tags["graftwork.digest"]))

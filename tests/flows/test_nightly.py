@@ -1,0 +1,89 @@
+"""The nightly run: by its schedule, with what is new since the night before, and never two at once."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from engine.catalog.catalog import open_catalog
+from tests.helpers.operated import POLICY, Operated, write_sums
+
+pytestmark = [pytest.mark.heavy(minutes=9), pytest.mark.timeout(600)]
+SOON_S = 15
+
+
+@pytest.fixture(scope="module")
+def night(people: Operated, quickstart: str) -> Iterator[str]:
+    """The champion before a night that found new data; its release stays in its canary meanwhile.
+
+    The night is a second schedule, as a person adds one in Prefect's UI: once a minute, and soon.
+    """
+    champion = people.answered_by(POLICY)
+    data = people.state / "more.jsonl"
+    write_sums(data, 2600)
+    create = {"name": POLICY, "owner": "local", "data": str(data), "verifier": "exact"}
+    people.run("create_policy", **create, scheduled=True, steps=3)
+    deployment = people.deployment("nightly")["id"]
+    soon = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + SOON_S))
+    often = {"active": True, "schedule": {"interval": 60, "anchor_date": soon, "timezone": "UTC"}}
+    at = f"/deployments/{deployment}/schedules"
+    (added,) = people.prefect.post(at, json=[often]).raise_for_status().json()
+    # Prefect looks at changed deployments every five seconds, at all every minute.
+    people.prefect.patch(f"/deployments/{deployment}", json={"paused": False}).raise_for_status()
+
+    def fired(*states: str) -> list[dict[str, Any]]:
+        body = {
+            "deployments": {"id": {"any_": [deployment]}},
+            "flow_runs": {"state": {"type": {"any_": states}}, "tags": {"all_": ["auto-scheduled"]}},
+        }
+        return people.prefect.post("/flow_runs/filter", json=body).raise_for_status().json()
+
+    try:
+        wait_for(lambda: fired("RUNNING", "COMPLETED"), "No nightly run has started.")
+    finally:
+        people.prefect.delete(f"{at}/{added['id']}").raise_for_status()
+    wait_for(lambda: fired("COMPLETED"), "No nightly run has completed.")
+    yield champion
+    people.run("hold", policy=POLICY, reason="The test is over.")
+
+
+def wait_for(condition: Callable[[], Any], otherwise: str) -> None:
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.5)
+
+
+def test_nightly_has_the_schedule_of_the_settings(people: Operated) -> None:
+    (schedule,) = people.deployment("nightly")["schedules"]
+    assert schedule["active"]
+    assert schedule["schedule"]["cron"] == people.data["nightly"]["cron"]
+
+
+def test_nightly_fires_by_itself_and_says_why_it_adapts_or_skips(people: Operated, night: str) -> None:
+    table = people.artifacts("table")["nightly"]
+    assert "Its data has changed" in table
+    assert '"skipped"' in table
+    assert "reason" in table
+
+
+def test_new_data_is_adapted_at_night_and_passes_the_score_gate(people: Operated, night: str) -> None:
+    """New data is a new version of the suite: the champion is scored on it too, to be compared."""
+
+    def in_canary() -> Any:
+        with open_catalog(people.paths) as catalog:
+            found = catalog.releases.all(POLICY, open_only=True)
+        return [release for release in found if release.step == "canary"]
+
+    wait_for(in_canary, "No release of the night has reached its canary.")
+    (release,) = in_canary()
+    assert night.endswith(str(release.baseline)[:12])
+
+
+def test_a_schedule_never_overlaps_itself(people: Operated) -> None:
+    """Of two nightly runs at once one is cancelled."""
+    runs = [people.start("nightly").raise_for_status().json()["id"] for _ in range(2)]
+    states = [people.wait(run) for run in runs]
+    assert "CANCELLED" in [state["type"] for state in states], states
+    assert {state["type"] for state in states} <= {"CANCELLED", "COMPLETED"}, states
