@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -193,14 +194,17 @@ class BaseShapes:
 
     def projections(self, targets: Collection[str] | None = None) -> list[Projections]:
         """Return all projections that can carry LoRA, or those named in `targets`."""
+        return [one for one in self._projections if targets is None or one.leaf in targets]
+
+    @cached_property
+    def _projections(self) -> tuple[Projections, ...]:
         paths = ((module.rpartition("."), size) for module, size in self.linear.items())
-        found = [Projections(parent, leaf, size) for (parent, _, leaf), size in paths]
-        found += [
+        routed = (
             Projections(path, leaf, experts.size(leaf), experts.count)
             for path, experts in self.experts.items()
             for leaf in PROJECTIONS
-        ]
-        return [one for one in found if targets is None or one.leaf in targets]
+        )
+        return (*(Projections(parent, leaf, size) for (parent, _, leaf), size in paths), *routed)
 
     def modules(self) -> dict[str, Size]:
         """Return (in, out) of each canonical module, including every expert's projections."""

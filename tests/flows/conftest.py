@@ -1,15 +1,18 @@
 """One `graftwork up` for all files of SHARED["people"], and what people have made on it."""
 
+import json
 import shutil
 import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import pytest
 
 from engine.settings.params import served_name
+from tests.helpers.main_job import eventually, run_job, short_policies
 from tests.helpers.operated import POLICY, QUICKSTART, Operated, graftwork, write_settings
 from tests.helpers.repository import ROOT
 
@@ -19,7 +22,9 @@ def people(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
     state = tmp_path_factory.mktemp("operated")
     # Not while the tests run. And how good a few steps are is the CPU's rounding, so any score passes.
     far = f"0 {(time.gmtime().tm_hour + 12) % 24} * * *"
-    settings = write_settings(state, nightly={"cron": far}, release={"score_margin": 1.0})
+    settings = write_settings(
+        state, policies=short_policies(), nightly={"cron": far}, release={"score_margin": 1.0}
+    )
     shutil.copytree(ROOT / "eval_suites", state / "suites")
     started = graftwork("up", settings=settings)
     assert started.returncode == 0, started.stdout + started.stderr
@@ -32,6 +37,17 @@ def people(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
         one for one in psutil.process_iter(["cmdline"]) if str(state) in " ".join(one.info["cmdline"] or [])
     ]
     assert not [one for one in left if one.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(scope="session")
+def finished(people: Operated) -> dict[str, Any]:
+    """The summary of the main job, which leaves a champion of `arithmetic` and of `sorting`."""
+    run_job(people.settings)
+    summary = json.loads((people.state / "runs" / "latest.json").read_text())
+    # The controller writes a snapshot every two seconds while the ledger hears of something.
+    snapshot = people.paths.ledger_snapshot
+    assert eventually(lambda: time.time() - snapshot.stat().st_mtime > 6, 60)
+    return summary
 
 
 @pytest.fixture(scope="session")

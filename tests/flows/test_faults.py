@@ -39,7 +39,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (state / "bases").symlink_to(bases)
     data = yaml.safe_load((ROOT / "params.yaml").read_text())
     recipe = data["policies"]["arithmetic"] | {"steps": STEPS}
-    names = [*VICTIMS, "interrupted", "killed", "registry"]
+    names = [*VICTIMS, "interrupted", "killed", "registry", "both-0", "both-1"]
     data["policies"] = {name: recipe | {"seed": seed} for seed, name in enumerate(names, start=1)}
     data["demo"] = {"bad_policy": "engine"}
     data |= {name: {"port": free_port()} for name in (*VICTIMS, "mlflow", "prefect")} | {
@@ -173,3 +173,11 @@ def test_mlflow_and_prefect_may_die_in_the_middle_of_an_adapt(people: Operated, 
             time.sleep(0.5)
     assert state["type"] == "COMPLETED", state["message"]
     assert len(people.mlflow.search_model_versions(f"name = '{POLICY}'")) == before + 1
+
+
+def test_several_policies_are_adapted_at_once_by_one_command(params: Params, file: Path) -> None:
+    names = ("both-0", "both-1")
+    words = [word for name in names for word in ("--policy", name)]
+    assert subprocess.run(command("adapt", *words, file), cwd=ROOT, timeout=300).returncode == 0
+    for name in names:
+        assert_whole(params, name)

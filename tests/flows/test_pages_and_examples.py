@@ -1,46 +1,16 @@
 """Blocks of the pages and the examples, as a reader runs them on the services."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
 
-from engine.settings.params import served_name
 from tests.helpers.document_blocks import RUN_UP, marked
 from tests.helpers.documents import reading_order
-from tests.helpers.operated import QUICKSTART, Operated, graftwork, skeleton
+from tests.helpers.operated import QUICKSTART, Operated, skeleton
 from tests.helpers.repository import ROOT
 
 pytestmark = [pytest.mark.heavy(minutes=9), pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module")
-def adapted_at_once(people: Operated) -> tuple[str, ...]:
-    """Two policies that one command has adapted at the same time."""
-    names = "arithmetic", "sorting"
-    data = yaml.safe_load(people.settings.read_text())
-    for name in names:
-        data["policies"][name] |= {"steps": 2}
-    settings = people.state / "two.yaml"
-    settings.write_text(yaml.safe_dump(data))
-    done = graftwork("adapt", "--policy", names[0], "--policy", names[1], settings=settings)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return names
-
-
-@pytest.fixture(scope="module")
-def champion_of_the_pages(people: Operated, adapted_at_once: tuple[str, ...]) -> None:
-    """A champion of `arithmetic`, which README.md asks, as `make run` leaves one."""
-    version = people.mlflow.get_model_version("arithmetic", "1")
-    name = served_name("arithmetic", version.tags["graftwork.digest"])
-    done = people.command("promote", name, "--reason", "The pages ask it.")
-    assert done.returncode == 0, done.stderr
-
-
-def test_several_policies_are_adapted_at_once(people: Operated, adapted_at_once: tuple[str, ...]) -> None:
-    for name in adapted_at_once:
-        (version,) = people.mlflow.search_model_versions(f"name = '{name}'")
-        assert version.tags["graftwork.probe"] == "accepted"
 
 
 @pytest.mark.timeout(1200)
@@ -50,9 +20,9 @@ def test_several_policies_are_adapted_at_once(people: Operated, adapted_at_once:
     ids=lambda path: path.stem,
 )
 def test_blocks_of_a_page_run_on_the_services(
-    people: Operated, champion_of_the_pages: None, quickstart: str, path: Path, tmp_path: Path
+    people: Operated, finished: dict[str, Any], quickstart: str, path: Path, tmp_path: Path
 ) -> None:
-    """The fixture runs those of docs/quickstart.md; other pages ask the policy that it makes."""
+    """Those of docs/quickstart.md run in the fixture. Pages ask its policy and the main job's."""
     people.page(path, tmp_path)
 
 

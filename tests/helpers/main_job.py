@@ -27,11 +27,15 @@ STEPS = 16
 LONGEST_S = 1000
 
 
+def short_policies() -> dict[str, dict[str, Any]]:
+    """Return the settings of the main job's policies, with fewer steps."""
+    policies = yaml.safe_load((ROOT / "params.yaml").read_text())["policies"]
+    return {name: policy | {"steps": STEPS} for name, policy in policies.items()}
+
+
 def write_job(state: Path) -> Path:
     """Write the settings of a job with a state directory of its own; the base is this checkout's."""
-    policies = yaml.safe_load((ROOT / "params.yaml").read_text())["policies"]
-    short = {name: policy | {"steps": STEPS} for name, policy in policies.items()}
-    return write_settings(state, policies=short, suites_dir=str(ROOT / "eval_suites"))
+    return write_settings(state, policies=short_policies(), suites_dir=str(ROOT / "eval_suites"))
 
 
 @contextlib.contextmanager
