@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -81,12 +83,10 @@ def bench(
             f"There is no benchmark {name!r}. Known benchmarks: {known or 'none; run from a checkout'}."
         )
     command = [sys.executable, str(script), "--params", str(params), "--out", str(settings.paths.bench)]
-    dies_too = partial(die_with_parent, os.getpid())
     alone = nullcontext() if "--help" in context.args else _alone(folder.parents[1])
     with alone:
-        variables = variables_with(folder.parents[1])
-        run = subprocess.run([*command, *context.args], check=False, env=variables, preexec_fn=dies_too)
-    raise typer.Exit(run.returncode)
+        code = run_patiently([*command, *context.args], variables_with(folder.parents[1]))
+    raise typer.Exit(code)
 
 
 def _alone(checkout: Path) -> AbstractContextManager[None]:
@@ -95,3 +95,16 @@ def _alone(checkout: Path) -> AbstractContextManager[None]:
     from tests.helpers.machine_lock import machine_lock
 
     return machine_lock()
+
+
+def run_patiently(command: Sequence[str], variables: Mapping[str, str] | None = None) -> int:
+    """Run a program that ends by itself on Ctrl-C, and dies with this process; return its exit code.
+
+    A terminal sends Ctrl-C to both, and the program needs time to end what it started.
+    """
+    dies_too = partial(die_with_parent, os.getpid())
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        return subprocess.run(command, check=False, env=variables, preexec_fn=dies_too).returncode
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -17,7 +17,7 @@ from typing import TypeVar
 from _record import Bounds, bounds_of
 from _verdicts import UNDECIDED, MedianInterval
 
-MINUTES, LONG_MINUTES = 4.0, 120.0
+MINUTES, LONG_MINUTES = 4.0, 480.0
 # Pairs of the long form, at least, so that a spread is known.
 LEAST_LONG = 10
 # Seconds between two lines on progress.
@@ -88,6 +88,10 @@ class Run:
                 self.is_interrupted = True
             self._say(what, len(found), most, began, ends)
         return found
+
+    def parts(self, *calls: Callable[[], T]) -> list[T]:
+        """Return what these calls give, one after another, as far as time and Ctrl-C allow."""
+        return self.repeats("part", lambda number: calls[number](), most=len(calls))
 
     def pairs(
         self, what: str, take: Callable[[int], Mapping[str, float]], bounds: Bounds, *, suffix: str = "",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import _record as record
 from _answers import Check
 from _traffic import Answer
+from _verdicts import UNDECIDED, MedianInterval
 
 LEVEL = 0.95
 # All of a storm arrive at once, so the longest wait is a whole window: an adapter starves that waits for more
@@ -104,11 +105,23 @@ class Arms:
         """Return how many warm requests count in each arm."""
         return sum(len(one.counted()[0]) for one in self.alternations)
 
-    def ratio(self, chosen: Sequence[Alternation]) -> float:
-        """Return warm p95 in storms over warm p95 in their controls."""
-        pairs = [one.counted() for one in chosen]
-        storm, control = ([value for pair in pairs for value in pair[side]] for side in (0, 1))
-        return percentile(storm) / percentile(control) if storm and control else math.nan
+    def pairs(self) -> dict[str, list[float]]:
+        """Return each alternation's `ratio`, warm p95 in the storm over that in its control, and burst's.
+
+        `ready_over_warm` is the cold seconds to all first tokens over the resident ones.
+        """
+        warm = [one.counted() for one in self.alternations]
+        ready = [seconds_of(one.storm) / seconds_of(one.control) for one in self.alternations if one.control]
+        ratios = [percentile(storm) / percentile(control) for storm, control in warm if storm and control]
+        return {"ratio": ratios, "ready_over_warm": ready}
+
+    def is_decided(self, bounds: record.Bounds) -> bool:
+        """Say whether the interval of each of these figures lies on one side of its bound."""
+        found = self.pairs()
+        says = [
+            MedianInterval(found[name]).now().says(bound.least, bound.most) for name, bound in bounds.items()
+        ]
+        return UNDECIDED not in says
 
     def over_calm(self, chosen: Sequence[Alternation], side: int = 0) -> float:
         """Return warm p95 in storms over warm p95 without any; with `side` 1 that in controls."""
@@ -120,11 +133,6 @@ class Arms:
         """Return warm p95 in controls over warm p95 without a burst: what N resident requests do alone."""
         return self.over_calm(chosen, side=1)
 
-    def ready(self, chosen: Sequence[Alternation]) -> float:
-        """Return the median of the alternations' cold seconds over resident seconds to all first tokens."""
-        ratios = [seconds_of(one.storm) / seconds_of(one.control) for one in chosen if one.control]
-        return record.median(ratios) if ratios else math.nan
-
     def spread(self, figure: Callable[[Sequence[Alternation]], float]) -> str:
         """Return the 5th and 95th percentile of a figure over alternations drawn with replacement."""
         chance, known = random.Random(1), self.alternations
@@ -133,10 +141,9 @@ class Arms:
         return record.spread([percentile(drawn, 0.05), percentile(drawn, 0.95)]) if drawn else ""
 
     def figures(self) -> tuple[dict[str, float], dict[str, str]]:
-        """Return each figure's value and its spread, by plain names."""
+        """Return the figures of all alternations and their spreads, by plain names."""
         found: dict[str, Callable[[Sequence[Alternation]], float]] = {
-            "ratio": self.ratio, "over_calm": self.over_calm, "control_over_calm": self.control_over_calm,
-            "ready_over_warm": self.ready,
+            "over_calm": self.over_calm, "control_over_calm": self.control_over_calm,
         }  # fmt: skip
         values = {name: figure(self.alternations) for name, figure in found.items()}
         values = {name: value for name, value in values.items() if not math.isnan(value)}
@@ -176,13 +183,9 @@ def refusals(answers: Iterable[Answer]) -> int:
     return sum(answer.refused for answer in answers)
 
 
-def faults(name: str, arms: Arms, alternations: int, least: int) -> list[str]:
+def faults(name: str, arms: Arms) -> list[str]:
     """Return why a run's figures do not count, a sentence each."""
     found = []
-    if len(arms.alternations) < alternations:
-        found.append(f"{name}: {len(arms.alternations)} alternations in the time, not {alternations}.")
-    if arms.counted < least:
-        found.append(f"{name}: {arms.counted} warm requests arrived while adapters came, not {least}.")
     if arms.outlived > max(1, OUTLIVED * len(arms.alternations)):
         found.append(f"{name}: {arms.outlived} alternations lasted longer than their warm traffic.")
     if arms.alternations and arms.longest_cold_s > STARVED * arms.window_s:

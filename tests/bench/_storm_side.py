@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import _record as record
 from _answers import Check, check_of
-from _storm_figures import STARVED, Alternation, Arms, seconds_of
+from _run import LEAST_LONG, Run
+from _storm_figures import STARVED, Alternation, Arms
 from _traffic import Answer, Ask, Client, Server, arrivals, prompt
 
 SHARE, WARM = 0.4, 16
@@ -15,11 +16,12 @@ SHARE, WARM = 0.4, 16
 LEAD_S = 0.5
 # Closed-loop requests that find what the engine can do.
 UNDER_WAY, PROBED = 64, 384
-LIMIT_S = 1200.0
+# Of traffic without a burst, after each storm.
+CALM_S = 2.0
 # For so many times the median storm so far warm traffic goes on: a storm that is longer starves an adapter.
 MARGIN = STARVED
-# Cold answers that are compared, of each of the first `repeats` alternations.
-CHECKED = 8
+# Cold answers that are compared, of each of the first alternations.
+CHECKED, CHECKED_STORMS = 8, 10
 
 
 @dataclass
@@ -72,12 +74,11 @@ class Side:
     def warm_ask(self, at: float) -> Ask:
         return Ask(at, self.chance.choice(self.warm), self.prompt(), self.lengths[1])
 
-    def alternate(self, cold: int, repeats: int, least: int, before_storm: Callable[[], None]) -> Arms:
-        """Alternate until there are `repeats`, with `least` warm requests counted in each arm.
-
-        Each alternation counts, whatever comes out. Those behind the first `repeats` are storms and controls
-        only, for more warm requests.
-        """
+    def alternate(
+        self, run: Run, cold: int, bounds: record.Bounds, before_storm: Callable[[], None], share: float,
+        most: int | None = None,
+    ) -> Arms:  # fmt: skip
+        """Alternate until the bounds are decided, `most` times at most; each counts, whatever comes out."""
         arms, resident = Arms(), self.resident[:cold]
         if not self.seconds_a_cold:
             # The first one warms up, and the second says how long a storm takes.
@@ -85,24 +86,20 @@ class Side:
                 warm_up = self.alternation(cold, resident, 2.0, 0, 0.0, before_storm)
             self.seconds_a_cold = warm_up.seconds / cold
         lasted = [self.seconds_a_cold * cold]
-        began = time.monotonic()
-        calm_s = max(2.0, least / repeats / self.rate)
-        while len(arms.alternations) < repeats or arms.counted < least:
-            if time.monotonic() - began > LIMIT_S:
-                break
-            number = len(arms.alternations)
-            is_whole = number < repeats
+
+        def take(number: int) -> None:
             seconds = MARGIN * record.median(lasted)
-            one = self.alternation(cold, resident, seconds, number, calm_s * is_whole, before_storm)
+            one = self.alternation(cold, resident, seconds, number, CALM_S, before_storm)
+            checks = self.checks(one) if number < CHECKED_STORMS else []
             arms.alternations.append(one)
             lasted.append(one.seconds)
-            # Where time goes while a long run is watched.
-            took = " and ".join(f"{seconds_of(arm):.2f} s" for arm in (one.storm, one.control) if arm)
-            print(f"  {self.name} n{cold}: {took} of {one.traffic_s:.2f} s", flush=True)
-            if is_whole:
-                compared = time.monotonic()
-                arms.checks += self.checks(one)
-                began += time.monotonic() - compared
+            arms.checks += checks
+
+        def is_enough(_: object) -> bool:
+            return len(arms.alternations) >= (LEAST_LONG if run.is_long else 1) and arms.is_decided(bounds)
+
+        what = f"{self.name}, {cold} cold, alternation"
+        run.repeats(what, take, share=share, most=most, is_enough=is_enough)
         return arms
 
     def alternation(

@@ -1,6 +1,6 @@
 """How often a canary's verdict is wrong, and how late a right one comes.
 
-    graftwork bench canary [--canaries 2000] [--requests 3000] [--effect-canaries 500] [--small 200]
+    graftwork bench canary [--requests 3000] [--workers N] [--long]
 
 Simulated users, and the code that decides: the judge with all its guards after every answer and every rating,
 and `advance` whenever a guard finds something (until then it waits). Equal canaries
@@ -9,23 +9,31 @@ canaries that are worse by 1 to 30 points, beside a fixed-sample z-test with the
 a Bonferroni correction. `request_us` is the CPU time of our rule for a request, its answer and its rating.
 Writes the figures and their plot, `canary.png`, to `--out`.
 
-One core, about fifteen minutes; `--workers` uses more and gives the same figures.
+Canaries of a kind are drawn until an interval of its rate, valid at every look, lies on one side of alpha.
+`--long` has 2,000 of each kind at least, and effects of 1 and 2 points. The figures are the same with any
+number of workers.
 """
 
 import argparse
+import os
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 import _record as record
 import numpy as np
 from _canary_traffic import WEIGHT, Requests, Rule, bonferroni, events, fixed_sample, requests
+from _run import Run, options, start
+from _verdicts import Interval
 
 from engine.catalog.records import Release, Route
 from engine.controller.advance import Evidence, advance
 from engine.quality.canary import CanaryAnswer, CanaryJudge
+from engine.quality.sequential import MeanSequence
 from engine.settings.releases import ReleaseConfig
 
 KINDS = {
@@ -49,8 +57,11 @@ PANELS = {
     "rollback_share": ("share rolled back", "linear"),
 }
 TITLES = {"ours": "ours", "fixed": "fixed-sample z", "bonferroni": "Bonferroni, 10 looks"}
-# Canaries between two lines on progress.
-CHUNK = 250
+# Canaries that are drawn together; the number of a chunk is in its seed.
+CHUNK = 50
+LEAST_LONG = 2000
+# By whether the form is long, how many canaries have an effect, and of 1 and 2 points.
+EFFECT_CANARIES = {False: (100, 0), True: (500, 200)}
 
 
 def ours(traffic: Requests, alpha: float, margin: float, is_thorough: bool = False) -> tuple[str, int]:
@@ -96,6 +107,14 @@ class RuleVerdicts:
         """Return the share of a verdict."""
         return self.kinds.count(verdict) / len(self.kinds)
 
+    def extend(self, more: "RuleVerdicts") -> None:
+        self.kinds += more.kinds
+        self.asked += more.asked
+        self.harmed += more.harmed
+
+
+Verdicts = dict[str, RuleVerdicts]
+
 
 @dataclass(frozen=True)
 class Part:
@@ -104,40 +123,61 @@ class Part:
     kind: str
     effect: float
     margin: float
-    canaries: int
     requests: int
     seed: int
 
-    def judge(self) -> tuple[dict[str, RuleVerdicts], float]:
-        """Let every rule judge them; return the verdicts, and the CPU seconds of our rule.
+    @property
+    def wrong(self) -> str:
+        """Return the wrong verdict on an equal canary, or on one that is worse by the margin."""
+        return "promote" if self.effect else "rollback"
+
+    def judge(self, chunk: int) -> tuple[Verdicts, float]:
+        """Let every rule judge a chunk; return the verdicts, and the CPU seconds of our rule.
 
         The seed and what the canaries are like determine the verdicts, whichever process draws them.
         """
         points = round(1000 * self.effect)
-        chance = np.random.default_rng([self.seed, list(KINDS).index(self.kind), abs(points)])
+        chance = np.random.default_rng([self.seed, list(KINDS).index(self.kind), abs(points), chunk])
         found, own_s = {rule: RuleVerdicts() for rule in RULES}, 0.0
-        for number in range(1, self.canaries + 1):
+        for _ in range(CHUNK):
             traffic = requests(chance, self.requests, self.effect, KINDS[self.kind])
             for rule, judge in RULES.items():
                 began = time.process_time()
                 verdict, asked = judge(traffic, ALPHA, self.margin)
                 own_s += (time.process_time() - began) * (rule == "ours")
-                found[rule].kinds.append(verdict)
-                found[rule].asked.append(asked)
-                found[rule].harmed.append(int(traffic.canary_N[:asked].sum()))
-            if number % CHUNK == 0 or number == self.canaries:
-                said = f"{self.kind} {100 * self.effect:+g} points: {number} of {self.canaries}"
-                print(f"{said}, {own_s:.0f} s of CPU", flush=True)
+                one = RuleVerdicts([verdict], [asked], [int(traffic.canary_N[:asked].sum())])
+                found[rule].extend(one)
         return found, own_s
 
 
-def null_figures(part: Part, found: Mapping[str, RuleVerdicts]) -> Iterator[tuple[str, float]]:
-    """Yield the rates of wrong verdicts on equal canaries, or on those that are worse by the margin."""
-    wrong = "promote" if part.effect else "rollback"
-    for rule, verdicts in found.items():
+@dataclass
+class Rate:
+    """A part's verdicts so far, and a confidence sequence of the rate of wrong ones."""
+
+    part: Part
+    found: Verdicts = field(default_factory=lambda: {rule: RuleVerdicts() for rule in RULES})
+    rate: MeanSequence = field(default_factory=lambda: MeanSequence(ALPHA, above=ALPHA, below=ALPHA))
+
+    def extend(self, more: Verdicts) -> None:
+        for rule, verdicts in more.items():
+            self.found[rule].extend(verdicts)
+        self.rate.update(float(kind == self.part.wrong) for kind in more["ours"].kinds)
+
+    def is_open(self, least: int) -> bool:
+        """Say whether it needs more canaries."""
+        return self.rate.n < least or not (self.rate.is_above or self.rate.is_below)
+
+
+def null_figures(rate: Rate) -> record.Figures:
+    """Return the rates of wrong verdicts on equal canaries, or on those that are worse by the margin."""
+    wrong, kind, figures = rate.part.wrong, rate.part.kind, record.Figures()
+    for rule, verdicts in rate.found.items():
         prefix = "" if rule == "ours" else f"{rule}_"
-        yield f"{prefix}aa_false_{wrong}_rate.{part.kind}", verdicts.share(wrong)
-    yield f"aa_undecided.{wrong}.{part.kind}", found["ours"].share("hold")
+        figures.values[f"{prefix}aa_false_{wrong}_rate.{kind}"] = verdicts.share(wrong)
+    figures.values[f"aa_undecided.{wrong}.{kind}"] = rate.found["ours"].share("hold")
+    interval = Interval(rate.rate.lower, rate.rate.upper, rate.rate.n)
+    figures.intervals[f"aa_false_{wrong}_rate.{kind}"] = interval
+    return figures
 
 
 def effect_figures(effect: int, found: Mapping[str, RuleVerdicts]) -> Iterator[tuple[str, float]]:
@@ -162,7 +202,7 @@ def ratios(figures: Mapping[str, float]) -> dict[str, float]:
         f"delay_over_others.{effect}": figures[f"delay_requests.ours.{effect}"]
         / min(figures[f"delay_requests.{rule}.{effect}"] for rule in holding)
         for effect in EFFECTS
-        if holding
+        if holding and f"delay_requests.ours.{effect}" in figures
     }
 
 
@@ -173,7 +213,7 @@ def draw(figures: Mapping[str, float], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    points = list(EFFECTS)
+    points = [effect for effect in EFFECTS if f"delay_requests.ours.{effect}" in figures]
     figure, axes = pyplot.subplots(1, len(PANELS), figsize=(12, 3.6), layout="constrained")
     for one, (name, (label, scale)) in zip(axes, PANELS.items(), strict=True):
         for rule, title in TITLES.items():
@@ -188,47 +228,77 @@ def draw(figures: Mapping[str, float], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--canaries", type=int, default=2000)
+    parser = options(__doc__)
     parser.add_argument("--requests", type=int, default=3000)
-    parser.add_argument("--small", type=int, default=200, help="canaries that are worse by 1 and 2 points")
-    parser.add_argument("--effect-canaries", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--workers", type=int, default=1, help="processes; the figures stay the same")
-    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
-    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes")
     given = parser.parse_args()
-    figures: dict[str, float] = {}
-    margin, own_s, asked = ReleaseConfig().margin, 0.0, 0
-    nulls = [
-        Part(kind, effect, margin, given.canaries, given.requests, given.seed)
-        for kind in KINDS
-        for effect in (0.0, -margin)
-    ]
-    effects = [
-        Part("plain", -effect / 100, within, given.small if within < margin else given.effect_canaries, count,
-             given.seed + 1)
-        for effect, (within, count) in EFFECTS.items()
-    ]  # fmt: skip
+    run = Run("canary", given.long)
+    figures = record.Figures()
     with ProcessPoolExecutor(given.workers) as pool:
-        for number, (part, (found, part_s)) in enumerate(
-            zip([*nulls, *effects], pool.map(Part.judge, [*nulls, *effects]), strict=True)
-        ):
-            own_s, asked = own_s + part_s, asked + sum(found["ours"].asked)
-            is_null = number < len(nulls)
-            new = null_figures(part, found) if is_null else effect_figures(round(-100 * part.effect), found)
-            for name, value in new:
-                figures[name] = value
-                print(f"{name} {value:.4g}", flush=True)
-    figures["request_us"] = own_s / asked * 1e6
-    figures |= ratios(figures)
-    draw(figures, given.out / "canary.png")
+        own_s, asked = nulls(run, pool, given, figures)
+        more_s, more = effects(run, pool, given, figures)
+    values = figures.values
+    if asked + more:
+        values["request_us"] = (own_s + more_s) / (asked + more) * 1e6
+    values |= ratios(values)
+    draw(values, given.out / "canary.png")
     # A rule that never decides would never be wrong.
-    correct = figures["rollback_share.ours.30"] > 0.99 and figures["aa_undecided.rollback.plain"] < 0.5
-    record.report("canary", figures, BOUNDS, {}, correct, given.out)
+    correct = values.get("rollback_share.ours.30", 1.0) > 0.99
+    correct &= values.get("aa_undecided.rollback.plain", 0.0) < 0.5
+    record.report(run, figures, BOUNDS, correct, given.out)
+
+
+def nulls(run: Run, pool: Executor, given: argparse.Namespace, figures: record.Figures) -> tuple[float, int]:
+    """Add the rates of wrong verdicts; return our rule's CPU seconds, and its requests."""
+    margin, own_s = ReleaseConfig().margin, 0.0
+    effects = (0.0, -margin)
+    parts = [Part(kind, effect, margin, given.requests, given.seed) for kind in KINDS for effect in effects]
+    rates, least = [Rate(part) for part in parts], LEAST_LONG if run.is_long else CHUNK
+
+    def take(chunk: int) -> None:
+        nonlocal own_s
+        left = [rate for rate in rates if rate.is_open(least)]
+        judged = pool.map(Part.judge, [rate.part for rate in left], repeat(chunk))
+        for rate, (found, seconds) in zip(left, list(judged), strict=True):
+            rate.extend(found)
+            own_s += seconds
+
+    def is_enough(_: object) -> bool:
+        return not any(rate.is_open(least) for rate in rates)
+
+    run.repeats(f"{CHUNK} canaries of each open kind", take, share=0.85, is_enough=is_enough)
+    for rate in rates:
+        if rate.rate.n:
+            found = null_figures(rate)
+            figures.values |= found.values
+            figures.intervals |= found.intervals
+    return own_s, sum(sum(rate.found["ours"].asked) for rate in rates)
+
+
+def effects(
+    run: Run, pool: Executor, given: argparse.Namespace, figures: record.Figures
+) -> tuple[float, int]:
+    """Add delays and verdicts by the effect's size; return our rule's CPU seconds, and its requests."""
+    many, few = EFFECT_CANARIES[run.is_long]
+    own_s, asked = 0.0, 0
+
+    def take(effect: int, margin: float, count: int) -> None:
+        nonlocal own_s, asked
+        part = Part("plain", -effect / 100, margin, count, given.seed + 1)
+        found = {rule: RuleVerdicts() for rule in RULES}
+        chunks = range((few if margin < ReleaseConfig().margin else many) // CHUNK)
+        for verdicts, seconds in pool.map(part.judge, chunks):
+            own_s += seconds
+            for rule, more in verdicts.items():
+                found[rule].extend(more)
+        if chunks:
+            figures.values.update(effect_figures(effect, found))
+            asked += sum(found["ours"].asked)
+
+    run.parts(*(partial(take, effect, *how) for effect, how in reversed(EFFECTS.items())))
+    return own_s, asked
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

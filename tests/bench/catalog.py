@@ -1,7 +1,7 @@
 """A catalog of up to a million real adapters: how fast they are registered and resolved, and what they take.
 
-    graftwork bench catalog [--entries 1000 10000 100000 1000000] [--repeats 3] [--own 100000]
-                            [--served 1000] [--postgres URL] [--keep]
+    graftwork bench catalog [--entries 1000 100000 ...] [--repeats N] [--own N] [--served N]
+                            [--postgres URL] [--keep] [--long]
 
 Entries are rank-1 adapters of tiny-dense with real bytes, every one different, 7,680 bytes each in bfloat16;
 making them is not timed. Names are resolved by a gateway's router in a process of its own, none twice by the
@@ -17,7 +17,8 @@ A random sample of the largest catalog is served by a real engine, once as regis
 again and published one by one: tokens and log-probabilities must be equal. `peft` and transformers, in
 float32 on the same revisions' directories, are the third route, within bfloat16's tolerance.
 
-Each command runs on the largest catalog in a process of its own; its peak memory has a bound.
+Each command runs on the largest catalog in a process of its own; its peak memory has a bound. The default has
+10^4 entries at most and serves 100 of them; `--long` has 10^6 and the other kinds of registration.
 """
 
 import argparse
@@ -26,14 +27,17 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import _catalog_served as served
 import _record as record
 import torch
 from _catalog_adapters import KINDS, Maker
 from _catalog_sizes import DTYPE, larger, own_policies, part, repeated, size_of, streamed
+from _run import Run, options, start
 
 from engine.base.families import BaseShapes
 from engine.base.resident import BaseInfo, ensure_base
@@ -48,6 +52,14 @@ TARGETS = {
     "bytes_over_payload": record.at_most(1.05),
     "register_over_floor_38kb": record.at_most(2),
 }
+# What is measured unless it is asked for.
+SHORT: dict[str, Any] = {
+    "entries": [10**3, 10**4], "repeats": 2, "streamed": 0, "own": 0, "larger": 0, "served": 100,
+}  # fmt: skip
+LONG: dict[str, Any] = {
+    "entries": [10**3, 10**4, 10**5, 10**6], "repeats": 3, "streamed": 10**5, "own": 10**5,
+    "larger": 10**5, "served": 1000,
+}  # fmt: skip
 # Commands on the largest catalog, each in a process of its own.
 COMMANDS = {
     "ls_all": ("adapters", "ls", "--limit", "0", "--json"),
@@ -130,77 +142,73 @@ def through_engine(
     return figures, faults
 
 
-def measure(
-    given: argparse.Namespace, base: BaseInfo, root: Path
-) -> tuple[dict[str, float], dict[str, str], list[str]]:
-    """Measure every size; figures and spreads of the largest bear no size in their names."""
-    figures: dict[str, float] = {}
-    spreads: dict[str, str] = {}
-    faults: list[str] = []
-    sizes = sorted(given.entries)
-    for entries in sizes:
-        state = root / f"{entries}"
-        found, spread, sample, wrong = repeated(root, base, entries, given.repeats)
-        faults += wrong
-        figures |= {f"{key}.n{entries}": value for key, value in found.items()}
-        spreads |= {f"{key}.n{entries}": value for key, value in spread.items()}
+def measure(run: Run, given: argparse.Namespace, base: BaseInfo, root: Path) -> tuple[record.Figures, list]:
+    """Measure every size, then the largest catalog; return figures and faults.
+
+    Figures and spreads of the largest bear no size in their names.
+    """
+    figures, faults = record.Figures(), list[str]()
+    sizes, sample = sorted(given.entries), list[Any]()
+    state = root / f"{sizes[-1]}"
+
+    def size(entries: int) -> None:
+        found, spread, sample[:], wrong = repeated(root, base, entries, given.repeats)
+        faults.extend(wrong)
+        for tail in (f".n{entries}", *([""] if entries == sizes[-1] else [])):
+            figures.values |= {f"{key}{tail}": value for key, value in found.items()}
+            figures.spreads |= {f"{key}{tail}": value for key, value in spread.items()}
         if entries != sizes[-1]:
-            shutil.rmtree(state)
-    figures |= found
-    spreads |= spread
-    least = figures[f"resolve_p50_us.n{sizes[0]}"]
-    figures["resolve_p50_over_least"] = figures["resolve_p50_us"] / least
-    _, policy, digest = sample[0]
-    name = served_name(policy, digest)
-    taken, wrong = commands(state, base, COMMANDS, name)
-    figures |= taken
-    faults += wrong
-    if given.postgres:
+            shutil.rmtree(root / f"{entries}")
+            return
+        least = figures.values[f"resolve_p50_us.n{sizes[0]}"]
+        figures.values["resolve_p50_over_least"] = found["resolve_p50_us"] / least
+
+    def take(measured: Callable[[], tuple[dict[str, float], list[str]]]) -> None:
+        found, wrong = measured()
+        figures.values |= found
+        faults.extend(wrong)
+
+    def of_largest(given_commands: Mapping[str, Sequence[str]]) -> tuple[dict[str, float], list[str]]:
+        _, policy, digest = sample[0]
+        return commands(state, base, given_commands, served_name(policy, digest))
+
+    def in_postgres() -> tuple[dict[str, float], list[str]]:
         found, _, wrong = size_of(root / "postgres", base, sizes[-1], given.postgres)
-        figures |= {
-            f"{key}.postgres": value for key, value in found.items() if key.startswith(("resolve", "regi"))
-        }
-        faults += wrong
         shutil.rmtree(root / "postgres")
-    if given.served:
-        answered, wrong = through_engine(state, base, sample, given.served, root / "revisions")
-        figures |= answered
-        faults += wrong
-    taken, wrong = commands(state, base, CHANGES, name)
-    figures |= taken
-    faults += wrong
-    if given.own:
-        found, wrong = own_policies(root, base, given.own)
-        figures |= found
-        faults += wrong
-    if given.streamed:
-        found, wrong = streamed(root, base, given.streamed)
-        figures |= found
-        faults += wrong
-    if given.larger:
-        found, wrong = larger(root, base, given.larger)
-        figures |= found
-        faults += wrong
-    return figures, spreads, faults
+        kept = {key: value for key, value in found.items() if key.startswith(("resolve", "regi"))}
+        return {f"{key}.postgres": value for key, value in kept.items()}, wrong
+
+    asked = [
+        (True, partial(of_largest, COMMANDS)),
+        (given.postgres, in_postgres),
+        (given.served, lambda: through_engine(state, base, sample, given.served, root / "revisions")),
+        (True, partial(of_largest, CHANGES)),
+        (given.own, partial(own_policies, root, base, given.own)),
+        (given.streamed, partial(streamed, root, base, given.streamed)),
+        (given.larger, partial(larger, root, base, given.larger)),
+    ]
+    run.parts(
+        *(partial(size, entries) for entries in sizes),
+        *(partial(take, call) for is_asked, call in asked if is_asked),
+    )
+    return figures, faults
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--entries", type=int, nargs="+", default=[10**3, 10**4, 10**5, 10**6])
-    parser.add_argument("--repeats", type=int, default=3, help="of each size")
-    parser.add_argument(
-        "--streamed", type=int, default=10**5, help="made while they are registered; 0 leaves it out"
-    )
-    parser.add_argument("--own", type=int, default=10**5, help="each with a policy of its own; 0: none")
-    parser.add_argument("--larger", type=int, default=10**5, help="adapters of 38 kB; 0 leaves them out")
-    parser.add_argument("--served", type=int, default=1000, help="asked of a real engine; 0 starts none")
+    parser = options(__doc__)
+    parser.add_argument("--entries", type=int, nargs="+")
+    parser.add_argument("--repeats", type=int, help="of each size")
+    parser.add_argument("--streamed", type=int, help="made while they are registered; 0 leaves it out")
+    parser.add_argument("--own", type=int, help="each with a policy of its own; 0: none")
+    parser.add_argument("--larger", type=int, help="adapters of 38 kB; 0 leaves them out")
+    parser.add_argument("--served", type=int, help="asked of a real engine; 0 starts none")
     parser.add_argument("--postgres", help="URL of an empty database, for the same at the largest size")
     parser.add_argument("--keep", action="store_true", help="leave the largest catalog where it was made")
-    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
-    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
     given = parser.parse_args()
+    run = Run("catalog", given.long)
+    for name, value in (LONG if run.is_long else SHORT).items():
+        if getattr(given, name) is None:
+            setattr(given, name, value)
     base = ensure_base(BaseConfig(name="tiny-dense"), load_params(given.params).paths)
     given.out.mkdir(parents=True, exist_ok=True)
     needed = int(1.1 * max(7_680 * sum(sorted(given.entries)[-2:]), 37_632 * given.larger))
@@ -209,15 +217,15 @@ def main() -> None:
         sys.exit(f"bench catalog needs {needed >> 20} MB beside {given.out}, and {free >> 20} MB are free.")
     root = Path(tempfile.mkdtemp(prefix="catalog-", dir=given.out.parent))
     try:
-        figures, spreads, faults = measure(given, base, root)
+        figures, faults = measure(run, given, base, root)
     finally:
         if given.keep:
             print(f"The catalogs are in {root}.")
         else:
             shutil.rmtree(root)
     print(*faults, sep="\n")
-    record.report("catalog", figures, TARGETS, spreads, not faults, given.out)
+    record.report(run, figures, TARGETS, not faults, given.out)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

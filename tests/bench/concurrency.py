@@ -1,13 +1,15 @@
 """Many policies on one resident base: one after another against all at once, evaluation included.
 
     graftwork bench concurrency [--base tiny-dense|tiny-moe|smollm2-135m|qwen3-4b|...] [--policies 3 5 9]
-                                [--repeats 5]
+                                [--repeats N] [--long]
 
 Real engine and trainer, started by the supervisor as `graftwork up` does, and the flow's own steps: `train`,
 then `score` on the policy's frozen suite. Both modes use the same processes, settings and code; they
 alternate, in the other order in every other repeat, and every round has sessions of its own. A repeat's seeds
 are the same in both modes, so that both draw the same samples: in float32 on a dense base their adapters must
-be equal. On every base the modes' scores must be, within what seeds or so few items do to them.
+be equal. On every base the modes' scores must be, within what seeds or so few items do to them. The default
+takes 3 policies on tiny-dense for 2 steps each, until the speed-up is decided. `--long` takes both tiny bases
+with 3, 5 and 9 policies for 5 steps, what a switch of policies costs, and the peaks of memory.
 
 The shapes of Qwen3 are random weights for a GPU. They know nothing, so their reward is `_shapes.by_length`.
 smollm2-135m (after `make real`) has the policies of its main job, by the recipe that fits the base.
@@ -28,6 +30,7 @@ from unittest.mock import patch
 import _record as record
 from _account import Account, members, peak_bytes, reset_peaks
 from _rounds import Round, compared, faults, where_time_goes
+from _run import Run, options, start
 from _shapes import SHAPES, shaped_base
 
 from engine.base.fitting import fitting_settings
@@ -204,25 +207,30 @@ def live(given: Params, base: str, steps: int, **engine: Any) -> Iterator[Bench]
             yield Bench(params, steps)
 
 
-def measure(given: Params, base: str, arguments: argparse.Namespace, figures: record.Figures) -> list[str]:
+def measure(
+    run: Run, given: Params, base: str, arguments: argparse.Namespace, figures: record.Figures, share: float
+) -> list[str]:
     """Add a base's figures; return why its modes did not do the same work, a sentence each."""
     wrong: list[str] = []
     with live(given, base, arguments.steps) as bench:
         # The first rounds warm up: imports, allocators, the engine's first shapes of either mode.
         for mode in MODES.values():
             bench.round(min(arguments.policies), -1, mode)
-        for policies in arguments.policies:
-            modes = rounds_of(bench, policies, arguments.repeats)
+        for number, policies in enumerate(arguments.policies):
             suffix = f".{base}.n{policies}"
-            figures.add(compared(**modes), suffix)
-            for mode, one in modes.items():
-                figures.values |= {
-                    f"{name}{suffix}": value for name, value in where_time_goes(mode, one).items()
-                }
-            wrong += faults(base, **modes)
-        figures.add({"switch_s": bench.switch_seconds()}, f".{base}")
-    figures.values |= gain_of_many(figures.values, base, arguments.policies)
-    figures.values[f"peak_memory_ratio.{base}"] = peak_memory_ratio(given, base, arguments)
+            part = share / (len(arguments.policies) - number)
+            pairs, modes = pairs_of(run, bench, base, policies, arguments.repeats, part)
+            figures.add_pairs(pairs, suffix)
+            if pairs:
+                for mode, one in modes.items():
+                    found = where_time_goes(mode, one)
+                    figures.values |= {f"{name}{suffix}": value for name, value in found.items()}
+                wrong += faults(base, **modes)
+        if run.is_long and not run.is_interrupted:
+            figures.add({"switch_s": bench.switch_seconds()}, f".{base}")
+    if run.is_long and not run.is_interrupted:
+        figures.values |= gain_of_many(figures.values, base, arguments.policies)
+        figures.values[f"peak_memory_ratio.{base}"] = peak_memory_ratio(given, base, arguments)
     return wrong
 
 
@@ -238,13 +246,22 @@ def peak_memory_ratio(given: Params, base: str, arguments: argparse.Namespace) -
     return peaks["concurrent"] / peaks["sequential"]
 
 
-def rounds_of(bench: Bench, policies: int, repeats: int) -> dict[str, list[Round]]:
-    """Return each mode's rounds, one for each repeat."""
-    found: dict[str, list[Round]] = {mode: [] for mode in MODES}
-    for repeat in range(repeats):
-        for mode in record.in_turn(MODES, repeat):
-            found[mode].append(bench.round(policies, repeat, MODES[mode]))
-    return found
+def pairs_of(
+    run: Run, bench: Bench, base: str, policies: int, repeats: int | None, share: float
+) -> tuple[dict[str, list[float]], dict[str, list[Round]]]:
+    """Return each figure's pairs, until the speed-up is decided, and each mode's rounds."""
+    rounds: dict[str, list[Round]] = {mode: [] for mode in MODES}
+
+    def take(repeat: int) -> dict[str, float]:
+        one = {mode: bench.round(policies, repeat, MODES[mode]) for mode in record.in_turn(MODES, repeat)}
+        for mode, found in one.items():
+            rounds[mode].append(found)
+        figures = compared(**{mode: [found] for mode, found in one.items()})
+        return {name: values[0] for name, values in figures.items()}
+
+    bounds = {"speedup": record.at_least(LEAST[base])}
+    what = f"{base}, {policies} policies, pair"
+    return run.pairs(what, take, bounds, share=share, most=repeats), rounds
 
 
 def gain_of_many(figures: Mapping[str, float], base: str, policies: Sequence[int]) -> dict[str, float]:
@@ -275,23 +292,24 @@ def told(name: str, state: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--base", choices=list(LEAST), action="append")
-    parser.add_argument("--policies", type=int, nargs="+", default=[3, 5, 9])
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="whose built bases are used")
-    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
+    parser.add_argument("--policies", type=int, nargs="+")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--repeats", type=int, help="pairs, at most")
     arguments = parser.parse_args()
+    run = Run("concurrency", arguments.long)
+    arguments.policies = arguments.policies or ([3, 5, 9] if run.is_long else [3])
+    arguments.steps = arguments.steps or (5 if run.is_long else 2)
     figures, wrong = record.Figures(), []
-    for base in arguments.base or TINY:
-        wrong += measure(load_params(arguments.params), base, arguments, figures)
+    bases = arguments.base or (TINY if run.is_long else TINY[:1])
+    for number, base in enumerate(bases):
+        share = 1 / (len(bases) - number)
+        wrong += measure(run, load_params(arguments.params), base, arguments, figures, share)
     print(*wrong, sep="\n")
     bounds = bounds_of(figures.values, arguments.policies)
-    record.report("concurrency", figures.values, bounds, figures.spreads, not wrong, arguments.out)
+    record.report(run, figures, bounds, not wrong, arguments.out)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -1,29 +1,31 @@
 """Decode with many adapters: our engine against one without LoRA, and against stock vLLM's LoRA.
 
-    graftwork bench decode [--base tiny-dense --base tiny-moe --base wide-moe | --base smollm2-135m]
-                           [--repeats 5]
+    graftwork bench decode [--base tiny-dense | --base tiny-moe | --base wide-moe | --base smollm2-135m]
+                           [--repeats N] [--long]
 
 64 requests at once, each with an adapter of its own on every target, rank 8. Decode is what 128 more
 tokens a request cost, so prompts and connections drop out; prefill is what prompts of 96 tokens cost. All
 engines are up at once and take turns; each repeat has prompts of its own, so that no cache helps.
 `share_of_base`: ours over an engine without LoRA. `over_stock`: ours over stock vLLM with the same adapters
-(which has none for experts on a CPU). All have one environment, process settings and limits: those that our
-engine has by default. The figures are of bfloat16 on every core but one, those of smollm2-135m of float32,
-the default on a CPU; on tiny-dense those with a prefix are of float32, and of two threads.
+(which has none for experts on a CPU). The engines take turns until both are decided. `--long` measures all
+three bases, prefill too, and the base's own rows beside adapters. All have one environment, process settings
+and limits: those that our engine has by default. The figures are of bfloat16 on every core but one, those of
+smollm2-135m of float32, the default on a CPU; on tiny-dense those with a prefix are of float32, and of two
+threads.
 """
 
-import argparse
 import asyncio
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import _record as record
 import httpx
 import torch
+from _run import Run, options, start
 
 from engine.base.families import BaseShapes
 from engine.base.recipes import PACKAGED, RECIPES
@@ -108,11 +110,13 @@ def seconds(server: Server, names: list[str], seed: int, length: int, tokens: in
     return time.perf_counter() - started
 
 
-def speeds(server: Server, names: list[str], seed: int) -> dict[str, float]:
-    """Return tokens a second of decode and of prefill."""
+def speeds(server: Server, names: list[str], seed: int, with_prefill: bool) -> dict[str, float]:
+    """Return tokens a second of decode, and of prefill."""
     short, long = (seconds(server, names, seed + i, PROMPT, n) for i, n in enumerate((SHORT, LONG)))
-    prefill = seconds(server, names, seed + 2, PREFILL, 1)
-    return {"decode": BATCH * (LONG - SHORT) / (long - short), "prefill": BATCH * PREFILL / prefill}
+    found = {"decode": BATCH * (LONG - SHORT) / (long - short)}
+    if with_prefill:
+        found["prefill"] = BATCH * PREFILL / seconds(server, names, seed + 2, PREFILL, 1)
+    return found
 
 
 def is_right(engine: RunningEngine, names: list[str], made: list[dict[str, torch.Tensor]]) -> bool:
@@ -155,9 +159,9 @@ def stock_with_adapters(base: Path, shapes: BaseShapes, made: list, root: Path, 
 
 
 def measure(
-    base: Path, dtype: str, threads: int, repeats: int, root: Path
-) -> tuple[dict[str, list[dict[str, float]]], bool]:
-    """Return each side's speeds of each repeat, and whether our answers are right."""
+    run: Run, base: Path, dtype: str, threads: int, repeats: int | None, root: Path, share: float
+) -> tuple[dict[str, list[float]], bool]:
+    """Return each ratio and speed of each repeat, and whether our answers are right."""
     shapes, torch_dtype = BaseShapes.read(base), getattr(torch, dtype)
     made = adapters(shapes, torch_dtype)
     how = {"dtype": dtype, "threads": threads}
@@ -166,63 +170,63 @@ def measure(
         stack.callback(stop_engine, engine)
         names = [engine.publish("decode", tensors, RANK, torch_dtype) for tensors in made]
         sides: dict[str, tuple[Server, list[str]]] = {"ours": (engine, names)}
-        sides["ours_base"] = (engine, [engine.base_name] * BATCH)
+        if run.is_long:
+            sides["ours_base"] = (engine, [engine.base_name] * BATCH)
         sides["base"] = (stack.enter_context(StockServer(base, **how)), ["stock"] * BATCH)
         if not shapes.experts:
             stock = stock_with_adapters(base, shapes, made, root, **how)
             sides["stock"] = (stack.enter_context(stock), [f"a{i}" for i in range(BATCH)])
-        return taking_turns(sides, repeats), is_right(engine, names, made)
+        turns = Turns(sides, run.is_long)
+        right = is_right(engine, names, made)
+        turns.take(-1)
+        found = run.pairs(f"{base.name} in {dtype}, round", turns.take, BOUNDS, share=share, most=repeats)
+        return found, right
 
 
-def taking_turns(
-    sides: Mapping[str, tuple[Server, list[str]]], repeats: int
-) -> dict[str, list[dict[str, float]]]:
-    """Return each side's speeds of each repeat, in the other order every other time."""
-    runs: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
-    for repeat in range(repeats + 1):
-        for number, side in enumerate(record.in_turn(sides, repeat)):
-            found = speeds(*sides[side], 1000 * repeat + 10 * number + 1)
-            # The first round warms up: files, caches, allocators.
-            if repeat:
-                runs[side].append(found)
-    return runs
+@dataclass(frozen=True)
+class Turns:
+    """The engines that take turns; prefill is measured in the long form only."""
 
+    sides: Mapping[str, tuple[Server, list[str]]]
+    is_long: bool
 
-def figures_of(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, list[float]]:
-    """Return each ratio and each side's tokens a second, of each repeat."""
-    found = {
-        figure: [mine[kind] / other[kind] for mine, other in zip(runs[ours], runs[theirs], strict=True)]
-        for figure, (kind, ours, theirs) in RATIOS.items()
-        if theirs in runs
-    }
-    rates = {
-        f"{kind}_tok_s_{side}": [one[kind] for one in each]
-        for side, each in runs.items()
-        for kind in ("decode", "prefill")
-    }
-    return found | rates
+    def take(self, repeat: int) -> dict[str, float]:
+        """Return each ratio and each side's tokens a second, in the other order every other time."""
+        found = {
+            side: speeds(*self.sides[side], 1000 * (repeat + 1) + 10 * number + 1, self.is_long)
+            for number, side in enumerate(record.in_turn(self.sides, repeat))
+        }
+        ratios = {
+            figure: found[ours][kind] / found[theirs][kind]
+            for figure, (kind, ours, theirs) in RATIOS.items()
+            if ours in found and kind in found.get(theirs, ())
+        }
+        return ratios | {f"{kind}_tok_s_{side}": one[kind] for side, one in found.items() for kind in one}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--base", choices=[*BASES, *PACKAGED], action="append")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="whose built bases are used")
-    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
+    parser.add_argument("--repeats", type=int, help="rounds, at most")
     arguments = parser.parse_args()
+    run = Run("decode", arguments.long)
     figures, correct = record.Figures(), True
-    for base in arguments.base or BASES:
-        for prefix, (dtype, threads) in VARIANTS.get(base, PLAIN).items():
-            with tempfile.TemporaryDirectory(prefix="graftwork-decode-") as root:
-                built = make_base(base, arguments.params, Path(root))
-                runs, right = measure(built, dtype, threads, arguments.repeats, Path(root))
-            found = {f"{prefix}{name}": values for name, values in figures_of(runs).items()}
-            figures.add(found, f".{base}")
-            correct &= right
-    record.report("decode", figures.values, BOUNDS, figures.spreads, correct, arguments.out)
+    bases = arguments.base or (BASES if run.is_long else BASES[:1])
+    parts = [
+        (base, prefix, how)
+        for base in bases
+        for prefix, how in VARIANTS.get(base, PLAIN).items()
+        if run.is_long or not prefix
+    ]
+    for number, (base, prefix, (dtype, threads)) in enumerate(parts):
+        with tempfile.TemporaryDirectory(prefix="graftwork-decode-") as root:
+            built = make_base(base, arguments.params, Path(root))
+            share = 1 / (len(parts) - number)
+            found, right = measure(run, built, dtype, threads, arguments.repeats, Path(root), share)
+        figures.add_pairs({f"{prefix}{name}": values for name, values in found.items()}, f".{base}")
+        correct &= right
+    record.report(run, figures, BOUNDS, correct, arguments.out)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -1,17 +1,18 @@
 """Whether one tenant's burst starves another: B's time to the first token beside A's share and ten of it.
 
-    graftwork bench fairness [--base tiny-dense] [--requests 500] [--alternations 10]
+    graftwork bench fairness [--base tiny-dense] [--requests 100] [--long]
 
 Two tenants' clients together saturate the engine: each has as many as the engine has sequences. Then A has
-ten times as many. The two loads alternate; the figure is the ratio of B's p95.
+ten times as many. The two loads alternate until the ratio of B's p95 is decided. `--long` asks both bases,
+with 500 requests of B under each load.
 """
 
-import argparse
 import asyncio
 import statistics
-from pathlib import Path
+from functools import partial
 
 import _record as record
+from _run import Run, options, start
 from _served import live
 from gateway import Side, body, session
 
@@ -47,41 +48,38 @@ async def share(a: Side, b: Side, clients_of_a: int, requests: int) -> tuple[flo
     return statistics.quantiles(times, n=20)[-1], len(times) / took
 
 
-async def alternated(a: Side, b: Side, requests: int, alternations: int) -> dict[str, list[float]]:
-    await share(a, b, SEQUENCES, SEQUENCES)
-    found: dict[str, list[float]] = {"b_ttft_p95_ratio": [], "b_throughput_ratio": []}
-    for number in range(alternations):
-        seen = {}
-        for load in record.in_turn(("1", "10"), number):
-            seen[load] = await share(a, b, SEQUENCES * (TIMES if load == "10" else 1), requests)
-        found["b_ttft_p95_ratio"].append(seen["10"][0] / seen["1"][0])
-        found["b_throughput_ratio"].append(seen["10"][1] / seen["1"][1])
-    return found
+def compared(a: Side, b: Side, requests: int, number: int) -> dict[str, float]:
+    """Return the ratios of one pair of loads, in the other order every other time."""
+    seen = {
+        times: asyncio.run(share(a, b, SEQUENCES * times, requests))
+        for times in record.in_turn((1, TIMES), number)
+    }
+    (p95, speed), (burst_p95, burst_speed) = seen[1], seen[TIMES]
+    return {"b_ttft_p95_ratio": burst_p95 / p95, "b_throughput_ratio": burst_speed / speed}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
-    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
+    parser = options(__doc__)
     parser.add_argument("--base", action="append", choices=BASES)
-    parser.add_argument("--requests", type=int, default=500)
-    parser.add_argument("--alternations", type=int, default=10)
+    parser.add_argument("--requests", type=int, help="of B under each load")
     args = parser.parse_args()
-    params = load_params(args.params)
+    run = Run("fairness", args.long)
+    params, requests = load_params(args.params), args.requests or (500 if run.is_long else 100)
     params.paths.root.mkdir(parents=True, exist_ok=True)
     figures = record.Figures()
-    for base in args.base or BASES:
+    bases = args.base or (BASES if run.is_long else BASES[:1])
+    for left, base in zip(range(len(bases), 0, -1), bases, strict=True):
         with live(params, base, params.paths.root, max_num_seqs=SEQUENCES) as ours:
             catalog = Catalog(ours.params.paths.catalog_url)
             keys = [catalog.keys.create(tenant, "user", [f"{tenant}-*"]) for tenant in ("a", "b")]
             catalog.close()
             a, b = (Side(ours.server.url, [key], ours.roots[0], ours.base.name) for key in keys)
-            found = asyncio.run(alternated(a, b, args.requests, args.alternations))
-        figures.add(found, f".{base}")
-    record.report("fairness", figures.values, BOUNDS, figures.spreads, True, args.out)
+            asyncio.run(share(a, b, SEQUENCES, SEQUENCES))
+            take = partial(compared, a, b, requests)
+            found = run.pairs(f"{base}, pair of loads", take, BOUNDS, share=1 / left)
+        figures.add_pairs(found, f".{base}")
+    record.report(run, figures, BOUNDS, bool(figures.values), args.out)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

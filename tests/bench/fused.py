@@ -8,14 +8,15 @@ figures are medians of the CPU's seconds. `rule` says how often `is_worth_fusing
 within 10% of it: for less it keeps to turns. Gradients must agree to 1e-6, or no figure counts.
 """
 
-import argparse
 import random
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
+from itertools import product
 
 import _record as record
 import torch
+from _run import Run, options, start
 
 from engine.base.resident import ensure_base
 from engine.settings.params import BaseConfig, load_params
@@ -100,28 +101,37 @@ def compare(base: ResidentBase, calls: list[Call], repeats: int) -> tuple[dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__)
     parser.add_argument("--bases", nargs="+", default=["tiny-dense", "tiny-moe"])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
-    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
     given = parser.parse_args()
+    run = Run("fused", given.long)
     paths = load_params(given.params).paths
     figures: dict[str, float] = {}
-    correct, chosen = True, []
-    for name in given.bases:
-        base = ResidentBase(ensure_base(BaseConfig(name=name), paths).path, 1, MICROBATCH_TOKENS)
-        for policies in POLICIES:
-            for samples in SAMPLES:
-                calls = calls_of(base, policies, samples)
-                found, agrees = compare(base, calls, given.repeats)
-                correct &= agrees
-                figures |= {f"{key}.{name}.n{policies}.s{samples}": value for key, value in found.items()}
-                ratio = found["ratio"] if is_worth_fusing(base, calls) else 1 / found["ratio"]
-                chosen.append(ratio > 0.9)
-    figures["rule"] = sum(chosen) / len(chosen)
-    record.report("fused", figures, {"rule": record.at_least(1)}, {}, correct, given.out)
+    agree, chosen = [], []
+
+    def compare_shape(base: ResidentBase, suffix: str, policies: int, samples: int) -> None:
+        calls = calls_of(base, policies, samples)
+        found, agrees = compare(base, calls, given.repeats)
+        agree.append(agrees)
+        figures.update({f"{key}.{suffix}": value for key, value in found.items()})
+        ratio = found["ratio"] if is_worth_fusing(base, calls) else 1 / found["ratio"]
+        chosen.append(ratio > 0.9)
+
+    bases = {
+        name: ResidentBase(ensure_base(BaseConfig(name=name), paths).path, 1, MICROBATCH_TOKENS)
+        for name in given.bases
+    }
+    run.parts(
+        *(
+            partial(compare_shape, base, f"{name}.n{policies}.s{samples}", policies, samples)
+            for (name, base), policies, samples in product(bases.items(), POLICIES, SAMPLES)
+        )
+    )
+    if chosen:
+        figures["rule"] = sum(chosen) / len(chosen)
+    record.report(run, record.Figures(figures), {"rule": record.at_least(1)}, all(agree), given.out)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -1,14 +1,14 @@
 """Loading a packed MoE adapter against a copy of its bytes, and against stock vLLM from files.
 
-    graftwork bench load [--repeats 7]
+    graftwork bench load [--repeats 9] [--ranks 1 8] [--live 1 2] [--long]
 
 At the width of Qwen3-30B-A3B (48 layers, 128 experts, 105.5 MB at rank 1) around vLLM's own LoRA layers:
 the base's 60 GB are left out, the slot tensors and all code that fills them are real. `packed_s` is one
 call from open to slot ready: bytes in the page cache, checksum verified earlier, slots touched before.
 Stock vLLM loads the same adapter from PEFT's fused layout and from one tensor a projection and expert.
+`--long` takes rank 8 too, and live engines on many-moe.
 """
 
-import argparse
 import gc
 import itertools
 import json
@@ -22,6 +22,7 @@ from pathlib import Path
 import _load_live
 import _record as record
 import torch
+from _run import Run, options, start
 from safetensors.torch import save_file
 
 from engine.adapters import packed
@@ -44,6 +45,8 @@ BOUNDS = {"over_floor": record.at_most(1.4), "over_floor_r1_in_r8": record.at_mo
 BURSTS = (4, 8, 16)
 STOCK_WAYS = ("fused", "per_expert")
 WARM_UPS = 2
+# Pairs of a load and a copy: they take hundredths of a second.
+PAIRS = 40
 
 
 def slot_count(rank: int) -> int:
@@ -174,9 +177,12 @@ def against_floor(ours: Ours, addresses: list[dict], repeats: int) -> tuple[list
     floor = Floor(addresses[0]["length"])
     loads, floors = [], []
     for i in range(repeats + WARM_UPS):
-        floors.append(seconds(floor))
-        loads.append(seconds(lambda i=i: ours.load(addresses[i % len(addresses)])))
-        ours.unload()
+        for side in record.in_turn((floors, loads), i):
+            if side is floors:
+                floors.append(seconds(floor))
+            else:
+                loads.append(seconds(lambda i=i: ours.load(addresses[i % len(addresses)])))
+                ours.unload()
     return loads[WARM_UPS:], floors[WARM_UPS:]
 
 
@@ -262,7 +268,7 @@ def measure(config: dict, rank: int, slot_rank: int, root: Path, repeats: int) -
     store = Store(root / f"store-{rank}-{slot_rank}")
     ours = Ours(config, slot_rank)
     addresses = [put(store, tensors(config, rank, seed), config) for seed in range(2)]
-    loads, floors = against_floor(ours, addresses, repeats)
+    loads, floors = against_floor(ours, addresses, max(PAIRS, repeats))
     found = {"load": loads, "floor": floors}
     for burst in BURSTS:
         times, _ = against_floor(ours, addresses, burst)
@@ -281,7 +287,7 @@ def compare(config: dict, rank: int, root: Path, repeats: int) -> tuple[dict[str
     write_peft(directories["per_expert"], adapter, rank)
     del adapter
     ours = Ours(config, rank)
-    loads, floors = against_floor(ours, [address], repeats)
+    loads, floors = against_floor(ours, [address], max(PAIRS, repeats))
     found = {"load": loads, "floor": floors, "cold": cold(ours, address, max(3, repeats // 2))}
     found |= checks(ours, address)
     for burst in BURSTS:
@@ -340,32 +346,30 @@ def true_width(config: dict, ranks: list[int], root: Path, repeats: int):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--ranks", type=int, nargs="+")
     parser.add_argument(
-        "--live", type=int, nargs="*", default=_load_live.rank_counts(),
+        "--live", type=int, nargs="*",
         help="tensor-parallel sizes of the live engines on many-moe",
     )  # fmt: skip
     parser.add_argument("--threads", type=int, default=1, help="of our copies, the floor's and stock vLLM's")
-    parser.add_argument(
-        "--params", help="taken from `graftwork bench`; this one has a state directory of its own"
-    )
-    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
     arguments = parser.parse_args()
+    run = Run("load", arguments.long)
     torch.set_num_threads(arguments.threads)
+    ranks = arguments.ranks or ([1, 8] if run.is_long else [1])
+    live = (_load_live.rank_counts() if run.is_long else []) if arguments.live is None else arguments.live
     with tempfile.TemporaryDirectory(prefix="graftwork-load-") as root:
-        values, correct = true_width(WIDTH, arguments.ranks, Path(root), arguments.repeats)
-        for ranks in arguments.live:
-            found, right = _load_live.live(Path(root), arguments.repeats, ranks)
+        values, correct = true_width(WIDTH, ranks, Path(root), arguments.repeats)
+        for count in live:
+            found, right = _load_live.live(Path(root), arguments.repeats, count)
             values |= found
             correct &= right
     figures = record.Figures()
     figures.add(values)
-    record.report("load", figures.values, BOUNDS, figures.spreads, correct, arguments.out)
+    figures.add_pairs({name: values[name] for name in BOUNDS})
+    record.report(run, figures, BOUNDS, correct, arguments.out)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

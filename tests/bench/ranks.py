@@ -19,6 +19,7 @@ from pathlib import Path
 
 import _record as record
 import concurrency
+from _run import Run, options, start
 
 from engine.base.fitting import fitted_policy
 from engine.base.recipes import PACKAGED
@@ -104,17 +105,14 @@ def draw(figures: record.Figures, base: float, ranks: Sequence[int], path: Path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--base", choices=list(PACKAGED), default="smollm2-135m")
     parser.add_argument("--policy", default="extraction")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="whose built bases are used")
-    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
     given = parser.parse_args()
+    run = Run("ranks", given.long)
     own = load_params(f"params.{given.base}.yaml")
     with concurrency.live(load_params(given.params), given.base, 0, max_rank=max(given.ranks)) as bench:
         params = bench.params.model_copy(update={"policies": own.policies})
@@ -122,8 +120,8 @@ def main() -> None:
     figures.values["score.base"] = base
     if given.plot and given.seeds > 1:
         draw(figures, base, given.ranks, given.plot)
-    record.report("ranks", figures.values, {}, figures.spreads, least > 0, given.out)
+    record.report(run, figures, {}, least > 0, given.out)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

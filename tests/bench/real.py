@@ -1,6 +1,6 @@
 """A step on a real model against the machine's limit: share of peak, seconds, and the trainer's memory.
 
-    graftwork bench real [--base smollm2-135m] [--repeats 3]     (after `make real`)
+    graftwork bench real [--base smollm2-135m] [--repeats N] [--long]     (after `make real`)
 
 A step is 16 questions with 8 samples each, of at most 32 tokens at temperature 1, with a random adapter of
 rank 8 on every projection, float32. The peak is the best of 5 products of each of the model's own shapes, on
@@ -8,12 +8,12 @@ the threads that the update uses. The FLOPs of a rollout are those of each promp
 token; those of an update are forward and the gradients of inputs, each prompt once, nothing recomputed; both
 with attention and LoRA. An update runs as in the trainer, in this process: `peak_memory_gb` is its peak.
 `rollout_over_plain` is a rollout over vLLM's own server without LoRA, with the same settings, on the same
-prompts for as many tokens of each; they take turns.
+prompts for as many tokens of each; they take turns until it is decided. The default ends after 15 minutes.
 No figure counts unless the trainer's mean importance ratio on the samples is 1 within 1e-3.
 """
 
-import argparse
 import asyncio
+import math
 import os
 import random
 import tempfile
@@ -25,6 +25,7 @@ from pathlib import Path
 import _record as record
 import httpx
 import torch
+from _run import Run, options, start
 from torch.nn.functional import linear
 
 from engine.base.prompts import prompt_ids
@@ -93,8 +94,10 @@ def step_flops(shape: Shape, rows: Sequence[TokenRow]) -> dict[str, float]:
     return {"rollout": forward, "update": 2 * forward + attention}
 
 
-def sampled(base: BaseInfo, repeats: int) -> tuple[dict, list[Example], dict[str, list[float]]]:
-    """Return an adapter, the engine's samples of it, and the seconds of each rollout, ours and plain."""
+def sampled(
+    run: Run, base: BaseInfo, repeats: int | None
+) -> tuple[dict, list[Example], dict[str, list[float]]]:
+    """Return an adapter, the engine's samples of it, and the figures of each pair of rollouts."""
     from transformers import AutoTokenizer
 
     from engine.base.families import BaseShapes
@@ -115,13 +118,18 @@ def sampled(base: BaseInfo, repeats: int) -> tuple[dict, list[Example], dict[str
         # The first ones load the adapter and warm up; a rollout's seed is the same each time.
         examples = examples_of(prompts, ours())
         sides = {"rollout_s": ours, "plain_rollout_s": lambda: asyncio.run(answered(plain, examples))}
-        seconds: dict[str, list[float]] = {side: [] for side in sides}
-        for repeat in range(repeats + 1):
+        sides["plain_rollout_s"]()
+
+        def take(repeat: int) -> dict[str, float]:
+            seconds = {}
             for side in record.in_turn(sides, repeat):
                 began = time.perf_counter()
                 sides[side]()
-                seconds[side] += [time.perf_counter() - began] if repeat else []
-    return tensors, examples, seconds
+                seconds[side] = time.perf_counter() - began
+            return {**seconds, "rollout_over_plain": seconds["rollout_s"] / seconds["plain_rollout_s"]}
+
+        found = run.pairs("rollouts, pair", take, BOUNDS, share=0.7, most=repeats)
+    return tensors, examples, found
 
 
 def examples_of(prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Sample]]) -> list[Example]:
@@ -151,16 +159,22 @@ async def answered(server: RunningEngine | StockServer, examples: Sequence[Examp
 
 
 def updated(
-    base: ResidentBase, tensors: dict, examples: list[Example], repeats: int
+    run: Run, base: ResidentBase, tensors: dict, examples: list[Example], repeats: int
 ) -> tuple[list[float], float]:
     """Return the seconds of each update, and the mean importance ratio."""
-    adapter, seconds = base.hold(tensors), []
-    for _ in range(repeats + 1):
+    adapter, ratio = base.hold(tensors), math.nan
+
+    def take(_: int) -> float:
+        nonlocal ratio
         began = time.perf_counter()
         (found,) = forward_backward(base, [Call(adapter, examples, "importance_sampling", {})])
-        seconds.append(time.perf_counter() - began)
+        seconds = time.perf_counter() - began
         adapter.clear_gradients()
-    return seconds[1:], found.metrics.importance_ratio
+        ratio = found.metrics.importance_ratio
+        return seconds
+
+    # The first one warms up.
+    return run.repeats("update", take, share=0.9, most=1 + repeats)[1:], ratio
 
 
 def peak_memory() -> float:
@@ -169,30 +183,26 @@ def peak_memory() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--base", default="smollm2-135m")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
-    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
+    parser.add_argument("--repeats", type=int, help="rollouts, at most, and updates (3)")
     given = parser.parse_args()
+    run = Run("real", given.long, minutes=15)
     settings = load_params(given.params)
     params = Params.model_validate({"base": {"name": given.base}, "state_dir": settings.state_dir})
     info = ensure_base(params.base, params.paths)
     shape = Shape.of(base_config(params.base, params.paths))
-    tensors, examples, rollouts = sampled(info, given.repeats)
+    tensors, examples, rollouts = sampled(run, info, given.repeats)
     base = load_base(params, info.path, None)
     torch.set_num_threads(CORES)
-    update_s, ratio = updated(base, tensors, examples, given.repeats)
+    update_s, ratio = updated(run, base, tensors, examples, given.repeats or 3)
     memory, rate = peak_memory(), best_rate(base, shape)
     flops = step_flops(shape, [example.row for example in examples])
     result = record.Figures()
+    result.add_pairs(rollouts)
     result.add({
-        **rollouts,
-        "rollout_over_plain": [ours / plain for ours, plain in zip(*rollouts.values(), strict=True)],
         "update_s": update_s,
-        "rollout_share_of_peak": [flops["rollout"] / rate / spent for spent in rollouts["rollout_s"]],
+        "rollout_share_of_peak": [flops["rollout"] / rate / spent for spent in rollouts.get("rollout_s", [])],
         "update_share_of_peak": [flops["update"] / rate / spent for spent in update_s],
     })  # fmt: skip
     result.values |= {
@@ -204,8 +214,8 @@ def main() -> None:
         "answer_tokens": sum(example.row.length for example in examples) / len(examples),
         "importance_ratio": ratio,
     }
-    record.report("real", result.values, BOUNDS, result.spreads, abs(ratio - 1) <= 1e-3, given.out)
+    record.report(run, result, BOUNDS, abs(ratio - 1) <= 1e-3, given.out)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -1,6 +1,6 @@
 """How soon a rollback reaches every engine, and what users notice of it.
 
-    graftwork bench rollback [--catalog sqlite postgres] [--repeats 5] [--rate 15]
+    graftwork bench rollback [--catalog sqlite postgres] [--repeats N] [--rate 10] [--long]
 
 Two engine processes of one catalog under load. A bad canary gets half of the users; they begin to reject it,
 and the controller rolls it back. `rollback_s` is from the verdict until a gateway's look at the routes first
@@ -27,6 +27,7 @@ import _served
 import httpx
 from _rollback_release import Rollback, Site, on_canarys_side, roll_back, wait
 from _rollback_users import Asked, Users
+from _run import Run, options, start
 
 from engine.catalog.catalog import Catalog
 from engine.clients.controller import ControllerClient
@@ -131,10 +132,12 @@ class Series:
     asked: Sequence[Asked]
 
 
-def series(live: Site, canaries: Sequence[str], rate: float) -> Series:
+def series(run: Run, live: Site, canaries: Sequence[str], rate: float, what: str, share: float) -> Series:
     """Roll these canaries back, one after another, under one load."""
     with Users(live.servers, POLICY, rate, *placed(live.catalog)) as users:
-        found = [shown(live, users, name) for name in canaries]
+        found = run.repeats(
+            what, lambda number: shown(live, users, canaries[number]), share=share, most=len(canaries)
+        )
     return Series(found, users.asked)
 
 
@@ -149,13 +152,17 @@ def shown(live: Site, users: Users, canary: str) -> Rollback:
     return found
 
 
-def measure(given: Params, url: str | None, repeats: int, rate: float, out: Path) -> dict[str, Series]:
+def measure(
+    run: Run, given: Params, name: str, url: str | None, asked: argparse.Namespace, share: float
+) -> dict[str, Series]:
     """Return the rollbacks of one catalog while MLflow and Prefect are up, and while they are down."""
-    with site(given, url, 2 * repeats, out) as (live, params, canaries):
+    count = asked.repeats
+    with site(given, url, 2 * count, asked.out) as (live, params, canaries):
         with running(params, ("mlflow", "prefect")):
             register(params, [live.champion, *canaries])
-            up = series(live, canaries[:repeats], rate)
-        return {"up": up, "down": series(live, canaries[repeats:], rate)}
+            up = series(run, live, canaries[:count], asked.rate, f"{name}, rollback", share / 2)
+        what = f"{name}, rollback without MLflow and Prefect"
+        return {"up": up, "down": series(run, live, canaries[count:], asked.rate, what, share)}
 
 
 def take(figures: record.Figures, catalog: str, found: Mapping[str, Series]) -> None:
@@ -168,6 +175,8 @@ def take(figures: record.Figures, catalog: str, found: Mapping[str, Series]) -> 
         figures.values[f"streams_crossed.{catalog}.{state}"] = crossed
     every = [each for one in found.values() for each in one.rollbacks]
     asked = [each for one in found.values() for each in one.asked]
+    if not every:
+        return
     figures.values |= {
         f"rollback_most_s.{catalog}": max(each.until_s for each in every),
         f"failed_requests.{catalog}": sum(bool(each.fault) for each in asked),
@@ -177,30 +186,27 @@ def take(figures: record.Figures, catalog: str, found: Mapping[str, Series]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--catalog", nargs="+", choices=CATALOGS, default=list(CATALOGS))
-    parser.add_argument(
-        "--repeats", type=int, default=5, help="rollbacks with MLflow and Prefect up, and down"
-    )
+    parser = options(__doc__)
+    parser.add_argument("--catalog", nargs="+", choices=CATALOGS)
+    parser.add_argument("--repeats", type=int, help="rollbacks with MLflow and Prefect up, and down; at most")
     parser.add_argument(
         "--rate", type=float, default=10.0, help="short requests a second on each engine, a watcher's aside"
     )
-    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
-    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
     given = parser.parse_args()
+    run = Run("rollback", given.long)
+    given.repeats = given.repeats or (5 if run.is_long else 3)
     given.out.mkdir(parents=True, exist_ok=True)
     figures, params = record.Figures(), load_params(given.params)
-    for name in given.catalog:
-        print(f"{name}:", flush=True)
+    catalogs = given.catalog or (CATALOGS if run.is_long else CATALOGS[:1])
+    for number, name in enumerate(catalogs):
         with postgres() if name == "postgres" else nullcontext() as server:
             url = fresh_database(server) if server else None
-            take(figures, name, measure(params, url, given.repeats, given.rate, given.out))
+            share = 1 / (len(catalogs) - number)
+            take(figures, name, measure(run, params, name, url, given, share))
     # Without a stream under way nothing is known of how one ends.
     correct = all(count > 0 for name, count in figures.values.items() if name.startswith("streams_crossed"))
-    record.report("rollback", figures.values, BOUNDS, figures.spreads, correct, given.out)
+    record.report(run, figures, BOUNDS, correct, given.out)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -1,6 +1,6 @@
 """Two engines of one catalog as on two machines: what users notice of kills, releases and stops.
 
-    graftwork bench scale [--only kills rollback ...] [--repeats 3]
+    graftwork bench scale [--only kills rollback ...] [--repeats N] [--long]
 
 Two engines with state directories of their own, a controller, Postgres, S3 and HAProxy, all on loopback. Each
 engine computes with one thread. `failed_requests` are those without streaming that ended without their whole
@@ -9,15 +9,13 @@ another than on one engine with the same users. `observations_lost` are whole an
 ledger does not have, after all kills. `rollback_s` is from the tombstone until the last request was routed to
 the canary at any engine, at the latest that can be. `throughput_share` is tokens a second behind HAProxy over
 those of the same engines asked directly, in turns. `failover_share` is the controller's failover over its
-lease and its start.
+lease and its start. The default takes one scenario after another until its time is over; `--long` takes all.
 """
 
-import argparse
-import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import _record as record
+from _run import Run, options, start
 from _scale_cluster import Cluster, cluster, wait_for
 from _scale_front import faults, throughput
 from _scale_kills import failover, kills, sigterm
@@ -100,34 +98,32 @@ def observations(site: Cluster, crowd: Crowd) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))
-    parser.add_argument("--repeats", type=int, default=3, help="promotions, and rollbacks of each kind")
-    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
-    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
+    parser.add_argument("--repeats", type=int, help="promotions, and rollbacks of each kind")
     given = parser.parse_args()
+    run = Run("scale", given.long)
+    repeats = given.repeats or (3 if run.is_long else 1)
     given.out.mkdir(parents=True, exist_ok=True)
     figures, failed = record.Figures(), list[str]()
-    began = time.monotonic()
     with cluster(load_params(given.params), given.out) as site, Crowd(site.key) as crowd:
-        print(f"The cluster is up after {time.monotonic() - began:.0f} s.", flush=True)
-        for name in given.only:
-            print(f"{name}:", flush=True)
-            since = time.monotonic()
+        known = scenarios(site, crowd, repeats)
+
+        def one(number: int) -> None:
+            name = given.only[number]
             try:
-                take(figures, scenarios(site, crowd, given.repeats)[name]())
+                take(figures, known[name]())
             except (RuntimeError, GraftworkError) as error:
                 # The others are still worth their time; no figure counts then.
-                print(f"  failed: {error}", flush=True)
+                print(f"  {name} failed: {error}", flush=True)
                 failed.append(name)
-            print(f"  took {time.monotonic() - since:.0f} s", flush=True)
-        if crowd.asked:
+
+        run.repeats("scenario", one, most=len(given.only))
+        if crowd.asked and not run.is_interrupted:
             take(figures, observations(site, crowd))
     if failed:
-        record.show(f"without {', '.join(failed)}", figures.values, BOUNDS, figures.spreads)
-    record.report("scale", figures.values, BOUNDS, figures.spreads, not failed, given.out)
+        record.show(f"without {', '.join(failed)}", figures, BOUNDS)
+    record.report(run, figures, BOUNDS, not failed, given.out)
 
 
 def take(figures: record.Figures, found: Found) -> None:
@@ -139,4 +135,4 @@ def take(figures: record.Figures, found: Found) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -1,14 +1,15 @@
 """Cold adapters that arrive while others are served: what warm requests feel of it.
 
-    graftwork bench storm [--base tiny-dense --base many-moe | --base smollm2-135m] [--cold 32 256]
-                          [--repeats 10] [--no-stock] [--no-density] [--drop-cache]
+    graftwork bench storm [--base tiny-dense | --base many-moe | --base smollm2-135m] [--cold 32 256]
+                          [--repeats N] [--stock] [--density] [--drop-cache] [--long]
 
 Warm requests arrive all the time (Poisson, at 40% of what the engine can do, which is found first). In a
 storm N requests arrive at once for N adapters that nobody ever asked for; in its control the same N requests
 go to resident adapters, which have a slot each. Storm and control alternate with the same arrivals and
 prompts, and traffic without either goes between them. `ratio` is warm TTFT p95 in storms over controls, of
 the same warm requests: those that arrive between the first cold arrival and the last cold first token.
-`over_calm` and `control_over_calm` are those of storms and of controls over traffic without a burst. An
+Each alternation gives one `ratio`; they go on until its median is decided. `over_calm` and
+`control_over_calm` are those of storms and of controls over traffic without a burst, of all alternations. An
 open-loop client in a process of its own measures, by streams; it honours `Retry-After`, and counts each 429.
 vLLM's own loader runs the same storms in the same run, at 40% of its own saturation. The engine has its
 default settings but for base, dtype and rank; N is at most what its slots and its host tier hold. Figures
@@ -25,7 +26,7 @@ import argparse
 import math
 import random
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ import _density
 import _made
 import _record as record
 import _served
+from _run import Run, options, start
 from _storm_figures import Arms, errors, faults, refusals
 from _storm_side import WARM, Side
 from _traffic import Client, Server
@@ -47,20 +49,17 @@ from engine.settings.services import EngineConfig
 BASES = ("tiny-dense", "many-moe")
 # Tokens of a prompt and of its answer; a step of many-moe reads a gigabyte of experts.
 LENGTHS = {"tiny-dense": (24, 8), "many-moe": (8, 4), "smollm2-135m": (24, 8)}
-# Warm requests to count in each arm: at 500 a ratio of their p95 is known to a third, and a window of
-# tiny-dense holds 20.
-LEAST, STOCK_REPEATS = {"tiny-dense": 1500, "many-moe": 500, "smollm2-135m": 500}, 3
+STOCK_REPEATS = 3
 # Of written adapters that stay on the disk; older ones are asked for no more.
 KEPT_BYTES = 12 << 30
 LIMITS = {32: 1.15, 256: 1.3}
+READY = record.at_most(1.5)
 # Slots and places of the host tier that a storm leaves free.
 SPARE = 8
-# Without suffixes; `ready_32_over_warm` is the worst `ready_over_warm` of 32.
 BOUNDS = {
     "ratio": record.at_most(),
     "over_calm": record.at_most(),
     "control_over_calm": record.at_most(),
-    "ready_32_over_warm": record.at_most(1.5),
     "errors": record.within(0),
     "density": record.at_most(1.1),
 }
@@ -74,28 +73,20 @@ LEAST_OWN = {"tiny-dense": 1.0, "many-moe": 0.9, "smollm2-135m": 1.0}
 class Result:
     """What a run found."""
 
-    figures: dict[str, float] = field(default_factory=dict)
-    spreads: dict[str, str] = field(default_factory=dict)
+    figures: record.Figures = field(default_factory=record.Figures)
     wrong: list[str] = field(default_factory=list)
     bounds: dict[str, record.Bound] = field(default_factory=lambda: dict(BOUNDS))
 
     def add(self, arms: Arms, base: str, cold: int, tail: str = "") -> None:
         """Take an arm's figures, by names with base and N; `tail` says on which server."""
+        if not arms.alternations:
+            return
         values, spreads = arms.figures()
         values |= _answers.figures_of(arms.checks, TOLERANCE_NATS[base])
-        self.figures |= {f"{name}{tail}.{base}.n{cold}": value for name, value in values.items()}
-        self.spreads |= {f"{name}{tail}.{base}.n{cold}": text for name, text in spreads.items()}
-
-
-def sums(figures: Mapping[str, float]) -> dict[str, float]:
-    """Return the figures of all bases: the slowest burst of 32, and every error of our engines."""
-    ready = [
-        value
-        for name, value in figures.items()
-        if name.startswith("ready_over_warm.") and name.endswith(".n32")
-    ]
-    errors_of_ours = sum(value for name, value in figures.items() if name.startswith("errors."))
-    return {"errors": errors_of_ours} | ({"ready_32_over_warm": max(ready)} if ready else {})
+        end = f"{tail}.{base}.n{cold}"
+        self.figures.values |= {f"{name}{end}": value for name, value in values.items()}
+        self.figures.spreads |= {f"{name}{end}": text for name, text in spreads.items()}
+        self.figures.add_pairs(arms.pairs(), end)
 
 
 def sizes(asked: Sequence[int], most: int) -> dict[int, float]:
@@ -110,10 +101,11 @@ def most_cold(engine: EngineConfig, shapes: BaseShapes, adapter_bytes: int) -> i
 
 
 def ours(
-    given: Params, base: str, client: Client, arguments: argparse.Namespace, result: Result
-) -> dict[int, float]:
+    run: Run, given: Params, base: str, client: Client, arguments: argparse.Namespace, result: Result,
+    share: float,
+) -> dict[int, float]:  # fmt: skip
     """Run the storms on our engine; return their sizes with the limits."""
-    shape = _served.SHAPES[base]
+    shape, figures = _served.SHAPES[base], result.figures
     with ExitStack() as stack:
         engine = stack.enter_context(_served.live(given, base, beside(arguments)))
         maker = _made.Maker(engine.params, engine.base, "storm", shape.rank, shape.torch_dtype)
@@ -121,6 +113,7 @@ def ours(
         config, shapes = engine.params.engine, BaseShapes.read(engine.base.path)
         cold = sizes(arguments.cold, most_cold(config, shapes, maker.bytes))
         result.bounds |= {f"ratio.{base}.n{n}": record.at_most(limit) for n, limit in cold.items()}
+        result.bounds |= {f"ready_over_warm.{base}.n{n}": READY for n in cold if n == 32}
         side = Side(
             "ours", engine.base.name, client, engine.server, maker.make, random.Random(1), max(cold),
             LENGTHS[base],
@@ -136,22 +129,23 @@ def ours(
             while sum(path.stat().st_size for path in fresh) > KEPT_BYTES:
                 maker.remove([fresh.pop(0)])
 
-        for n in cold:
-            repeats, least = arguments.repeats, LEAST[base] if arguments.least is None else arguments.least
+        for number, (n, limit) in enumerate(cold.items()):
             evicted = _served.evictions(engine.server)
             read_s.clear()
-            arms = side.alternate(n, repeats, least, before_storm)
+            bounds = {"ratio": record.at_most(limit)} | ({"ready_over_warm": READY} if n == 32 else {})
+            part = share / (len(cold) - number)
+            arms = side.alternate(run, n, bounds, before_storm, part, arguments.repeats)
             name = f"{base}, {n} cold"
-            result.wrong += faults(name, arms, repeats, least)
-            result.wrong += _answers.faults(name, arms.checks, TOLERANCE_NATS[base], LEAST_OWN[base])
+            if arms.alternations:
+                result.wrong += faults(name, arms)
+                result.wrong += _answers.faults(name, arms.checks, TOLERANCE_NATS[base], LEAST_OWN[base])
             result.add(arms, base, n)
-            result.figures[f"evictions.{base}.n{n}"] = float(_served.evictions(engine.server) - evicted)
+            figures.values[f"evictions.{base}.n{n}"] = float(_served.evictions(engine.server) - evicted)
             if read_s:
-                result.figures[f"disk_read_s.{base}.n{n}"] = record.median(read_s)
-                result.spreads[f"disk_read_s.{base}.n{n}"] = record.spread(read_s)
+                figures.add({"disk_read_s": list(read_s)}, f".{base}.n{n}")
             told(result, base, n)
         failed = [one for one in side.answers if not one.is_right]
-        result.figures |= {
+        figures.values |= {
             f"slots.{base}": float(cpu_slots(config, shapes)),
             f"errors.{base}": float(len(failed)),
             f"refusals_429.{base}": float(refusals(side.answers)),
@@ -174,13 +168,9 @@ def beside(arguments: argparse.Namespace) -> Path:
 
 
 def of_stock(
-    given: Params,
-    base: str,
-    client: Client,
-    arguments: argparse.Namespace,
-    cold: Sequence[int],
+    run: Run, given: Params, base: str, client: Client, arguments: argparse.Namespace, cold: Sequence[int],
     result: Result,
-) -> None:
+) -> None:  # fmt: skip
     """Run the same storms on vLLM's own loader, with as many slots as they need."""
     from engine.base.resident import ensure_base
 
@@ -198,13 +188,14 @@ def of_stock(
         side = Side("stock", "stock", client, there, maker.make, random.Random(1), most, LENGTHS[base])
         side.find_rate()
         for n in cold:
-            arms = side.alternate(n, min(STOCK_REPEATS, arguments.repeats), 0, lambda: None)
+            arms = side.alternate(run, n, {}, lambda: None, 1.0, arguments.repeats or STOCK_REPEATS)
             # Whether stock's answers are right is its own matter; they must show that it applied adapters.
             name = f"{base}, stock, {n} cold"
-            result.wrong += _answers.faults(name, arms.checks, TOLERANCE_NATS[base], 0.0)
+            if arms.alternations:
+                result.wrong += _answers.faults(name, arms.checks, TOLERANCE_NATS[base], 0.0)
             result.add(arms, base, n, "_stock")
             told(result, base, n, "_stock")
-        result.figures |= {
+        result.figures.values |= {
             f"errors_stock.{base}": float(errors(side.answers)),
             f"saturation_per_s_stock.{base}": side.saturation,
             f"rate_per_s_stock.{base}": side.rate,
@@ -216,43 +207,48 @@ def told(result: Result, base: str, cold: int, tail: str = "") -> None:
         "ratio", "over_calm", "control_over_calm", "ready_over_warm", "counted", "own_share",
         "unlike_base_share",
     )  # fmt: skip
-    found = {name: result.figures.get(f"{name}{tail}.{base}.n{cold}") for name in names}
+    found = {name: result.figures.values.get(f"{name}{tail}.{base}.n{cold}") for name in names}
     text = ", ".join(f"{name} {value:.3g}" for name, value in found.items() if value is not None)
     print(f"  {base}{tail} n{cold}: {text}", flush=True)
 
 
-def run(given: Params, bases: Sequence[str], arguments: argparse.Namespace) -> None:
+def measure(run: Run, given: Params, bases: Sequence[str], arguments: argparse.Namespace) -> Result:
     result = Result()
+    values = result.figures.values
     with Client() as client:
-        for base in bases:
-            cold = ours(given, base, client, arguments, result)
-            if base == "many-moe" and arguments.density:
+        for number, base in enumerate(bases):
+            share = 1 / (len(bases) - number)
+            cold = ours(run, given, base, client, arguments, result, share)
+            if base == "many-moe" and arguments.density and not run.is_interrupted:
                 found = _density.measure(given, client, beside(arguments))
-                result.figures |= {"density": max(found.values()), **found}
-            if arguments.stock:
-                of_stock(given, base, client, arguments, list(cold), result)
-        result.figures["client_cpu_share"] = client.cpu_share
-    print(*result.wrong, sep="\n")
-    figures = sums(result.figures) | result.figures
-    record.report("storm", figures, result.bounds, result.spreads, not result.wrong, arguments.out)
+                values |= {"density": max(found.values()), **found}
+            if arguments.stock and not run.is_interrupted:
+                of_stock(run, given, base, client, arguments, list(cold), result)
+        values["client_cpu_share"] = client.cpu_share
+    # Of all of our engines.
+    values["errors"] = sum(value for name, value in values.items() if name.startswith("errors."))
+    return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--base", choices=list(_served.SHAPES), action="append")
-    parser.add_argument("--cold", type=int, nargs="+", default=[32, 256])
-    parser.add_argument("--repeats", type=int, default=10, help="alternations, at least")
-    parser.add_argument("--least", type=int, help="warm requests to count in each arm")
-    parser.add_argument("--stock", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--density", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--cold", type=int, nargs="+")
+    parser.add_argument("--repeats", type=int, help="alternations, at most")
+    parser.add_argument("--stock", action=argparse.BooleanOptionalAction, help="default with --long")
+    parser.add_argument("--density", action=argparse.BooleanOptionalAction, help="default with --long")
     parser.add_argument("--drop-cache", action="store_true", help="cold adapters come from the disk")
-    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="whose built bases are used")
-    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
     arguments = parser.parse_args()
-    run(load_params(arguments.params), arguments.base or BASES, arguments)
+    run = Run("storm", arguments.long)
+    arguments.cold = arguments.cold or ([32, 256] if run.is_long else [32])
+    for name in ("stock", "density"):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, run.is_long)
+    bases = arguments.base or (BASES if run.is_long else BASES[:1])
+    result = measure(run, load_params(arguments.params), bases, arguments)
+    print(*result.wrong, sep="\n")
+    record.report(run, result.figures, result.bounds, not result.wrong, arguments.out)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

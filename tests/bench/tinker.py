@@ -1,12 +1,13 @@
 """The Tinker API: what it costs over our own client, beside others, and for hundreds of single samples.
 
-    graftwork bench tinker [--repeats 5]
+    graftwork bench tinker [--repeats N] [--long]
 
 Real engine, trainer and API, started by the supervisor as `graftwork up` does. `overhead`: the SDK's steps
 over the same calls of our own clients, in turns and with the same seeds, so that both must have the same
 losses. `speedup`: two clients of the SDK and Graftwork's own loop at once, against one after another; each
 must end as it does alone. `singles`: many calls for one sample at once, over one request of our own client
-for all of them. Not a GPU's figures: a base of 3 million parameters on a CPU.
+for all of them. The default measures `overhead` alone. Not a GPU's figures: a base of 3 million parameters
+on a CPU.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import _record as record
+from _run import Run, options, start
 
 from engine.base.resident import ensure_base
 from engine.catalog.catalog import Catalog
@@ -190,76 +192,76 @@ def live(given: Params, base: str) -> Iterator[Bench]:
             yield Bench(params, key, local, Path(root))
 
 
-def overhead(bench: Bench, arguments: argparse.Namespace, figures: record.Figures) -> list[str]:
+def overhead(
+    run: Run, bench: Bench, arguments: argparse.Namespace, figures: record.Figures, share: float
+) -> list[str]:
     """Add the figures of the SDK's steps and of ours; return why they did not learn the same."""
     sides: dict[str, Callable[[Job], dict[str, Any]]] = {"ours": bench.ours, "theirs": bench.theirs}
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     sizes = {"steps": arguments.steps + 1, "prompts": 8, "group": 8, "max_tokens": 32}
-    for repeat in range(arguments.repeats):
+    wrong = []
+
+    def take(repeat: int) -> dict[str, float]:
         job = bench.job("steps", repeat + 1, **sizes)
-        for name in record.in_turn(sides, repeat):
-            found[name].append(sides[name](job))
-    # The first step of a client warms up.
-    per_step = {
-        name: [sum(one["seconds"][1:]) / arguments.steps for one in runs] for name, runs in found.items()
-    }
-    each = found["theirs"][0]["tokens"] / sizes["steps"]
-    pairs = list(zip(per_step["theirs"], per_step["ours"], strict=True))
-    figures.add(
-        {
-            "overhead": [theirs / ours for theirs, ours in pairs],
-            "step_s": per_step["theirs"],
-            "own_step_s": per_step["ours"],
-            "tokens_per_s": [each / seconds for seconds in per_step["theirs"]],
+        found = {name: sides[name](job) for name in record.in_turn(sides, repeat)}
+        losses = {name: one["losses"] for name, one in found.items()}
+        if not close(losses["theirs"], losses["ours"]):
+            wrong.append(
+                f"In repeat {repeat} the SDK's losses were {losses['theirs']}, ours {losses['ours']}."
+            )
+        # The first step of a client warms up.
+        seconds = {name: sum(one["seconds"][1:]) / arguments.steps for name, one in found.items()}
+        return {
+            "overhead": seconds["theirs"] / seconds["ours"],
+            "step_s": seconds["theirs"],
+            "own_step_s": seconds["ours"],
+            "tokens_per_s": found["theirs"]["tokens"] / sizes["steps"] / seconds["theirs"],
         }
-    )
-    return [
-        f"In repeat {number} the SDK's losses were {theirs['losses']}, ours {ours['losses']}."
-        for number, (theirs, ours) in enumerate(zip(found["theirs"], found["ours"], strict=True))
-        if not close(theirs["losses"], ours["losses"])
-    ]
+
+    figures.add_pairs(run.pairs("steps, pair", take, BOUNDS, share=share, most=arguments.repeats))
+    return wrong
 
 
-def beside(bench: Bench, arguments: argparse.Namespace, figures: record.Figures) -> list[str]:
+def beside(
+    run: Run, bench: Bench, arguments: argparse.Namespace, figures: record.Figures, share: float
+) -> list[str]:
     """Add the figures of two clients and our loop at once; return who did not end as it does alone."""
     sizes = {"steps": arguments.steps, "prompts": 4, "group": 8, "max_tokens": 32}
-    took: dict[str, list[float]] = {"one": [], "all": []}
     wrong = []
-    for repeat in range(arguments.repeats):
+
+    def take(repeat: int) -> dict[str, float]:
         jobs = [bench.job("steps", 100 + 10 * repeat + number, **sizes) for number in range(2)]
         calls = [
             *(partial(bench.theirs, job) for job in jobs), partial(bench.loop, repeat, arguments.steps),
         ]  # fmt: skip
-        ends = {}
-        for mode in record.in_turn(took, repeat):
+        ends, took = {}, {}
+        for mode in record.in_turn(("one", "all"), repeat):
             began = time.monotonic()
             ends[mode] = in_parallel(*calls) if mode == "all" else [call() for call in calls]
-            took[mode].append(time.monotonic() - began)
+            took[mode] = time.monotonic() - began
         for number, (alone, along) in enumerate(zip(ends["one"], ends["all"], strict=True)):
             if alone["losses"] != along["losses"]:
                 wrong.append(
                     f"In repeat {repeat} number {number} had {along['losses']} beside others, alone "
                     f"{alone['losses']}."
                 )
-    pairs = list(zip(took["one"], took["all"], strict=True))
-    figures.add(
-        {"speedup": [one / both for one, both in pairs], "alone_s": took["one"], "beside_s": took["all"]}
-    )
+        return {"speedup": took["one"] / took["all"], "alone_s": took["one"], "beside_s": took["all"]}
+
+    figures.add_pairs(run.pairs("at once, pair", take, BOUNDS, share=share, most=arguments.repeats))
     return wrong
 
 
-def many(bench: Bench, arguments: argparse.Namespace, figures: record.Figures) -> None:
+def many(run: Run, bench: Bench, arguments: argparse.Namespace, figures: record.Figures) -> None:
     """Add the figures of many single samples."""
     sizes = {"prompts": arguments.singles, "group": 1, "max_tokens": 64}
-    job = bench.job("singles", 7, steps=arguments.repeats + 1, **sizes)
-    theirs, ours = bench.theirs(job)["seconds"][1:], bench.batched(replace(job, seed=8))[1:]
-    figures.add(
-        {
-            "singles": [one / other for one, other in zip(theirs, ours, strict=True)],
-            "singles_s": theirs,
-            "batched_s": ours,
-        }
-    )
+
+    def take(repeat: int) -> dict[str, float]:
+        # The first step of a client warms up.
+        job = bench.job("singles", 7 + 2 * repeat, steps=2, **sizes)
+        theirs = bench.theirs(job)["seconds"][1]
+        ours = bench.batched(replace(job, seed=8 + 2 * repeat))[1]
+        return {"singles": theirs / ours, "singles_s": theirs, "batched_s": ours}
+
+    figures.add_pairs(run.pairs("singles, pair", take, BOUNDS, most=arguments.repeats))
 
 
 def close(some: Sequence[float], others: Sequence[float]) -> bool:
@@ -272,24 +274,22 @@ def told(name: str, state: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--base", default="tiny-dense")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--singles", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="whose built bases are used")
-    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
+    parser.add_argument("--repeats", type=int, help="pairs, at most")
     arguments = parser.parse_args()
+    run = Run("tinker", arguments.long)
     figures = record.Figures()
     with live(load_params(arguments.params), arguments.base) as bench:
-        wrong = overhead(bench, arguments, figures)
-        wrong += beside(bench, arguments, figures)
-        many(bench, arguments, figures)
+        wrong = overhead(run, bench, arguments, figures, 0.4 if run.is_long else 1.0)
+        if run.is_long:
+            wrong += beside(run, bench, arguments, figures, 0.6)
+            many(run, bench, arguments, figures)
     print(*wrong, sep="\n")
-    record.report("tinker", figures.values, BOUNDS, figures.spreads, not wrong, arguments.out)
+    record.report(run, figures, BOUNDS, not wrong, arguments.out)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -1,6 +1,6 @@
 """Seconds a training step against TRL's `GRPOTrainer`, side by side on the same machine.
 
-    graftwork bench trl [--base smollm2-135m] [--seeds 3] [--steps 24]
+    graftwork bench trl [--base smollm2-135m] [--seeds 1] [--steps 8] [--long]
 
 Both sides train LoRA of the same rank, alpha and targets on the same base, in float32: the same problems in
 the same order, group size, groups a step, learning rate, Adam settings, clipping of gradients and ratios,
@@ -45,6 +45,7 @@ from typing import Any
 
 import _lengthy_base as lengthy
 import _record as record
+import _run
 from _trl_job import environment, job
 
 from engine.base.recipes import PACKAGED
@@ -205,7 +206,8 @@ def lengthy_base(directory: Path, params: Path) -> Path:
 def measure(params: Params, base: Path, python: Path, given: argparse.Namespace) -> dict[str, list[Run]]:
     """Return each side's runs, one for each seed, in turns; TRL's while no service of ours runs."""
     name = given.base or LENGTHY
-    batch = fastest(python, name, base, params.state_dir)
+    # The short form leaves out the trial.
+    batch = fastest(python, name, base, params.state_dir) if given.long else BATCHES[0]
     runs: dict[str, list[Run]] = {"trl": []}
     for seed in range(1, given.seeds + 1):
         task = job(policy(seed, given.steps, base=name), base, params.state_dir / "trl", batch)
@@ -250,7 +252,7 @@ def faults(runs: Mapping[str, Sequence[Run]], wanted: float = lengthy.MEAN) -> l
     return found
 
 
-def report(runs: Mapping[str, Sequence[Run]], base: str | None, out: Path) -> None:
+def report(run: _run.Run, runs: Mapping[str, Sequence[Run]], base: str | None, out: Path) -> None:
     def ratios(side: str, factor: float = 1, per_token: bool = False) -> list[float]:
         pairs = [(mine, theirs) for mine, theirs in zip(runs[side], runs["trl"], strict=True)]
         factors = [factor * (theirs.length() / mine.length() if per_token else 1) for mine, theirs in pairs]
@@ -265,10 +267,10 @@ def report(runs: Mapping[str, Sequence[Run]], base: str | None, out: Path) -> No
         "round_ratio_3": ratios("three", 3),
         "token_ratio_1": ratios("one", per_token=True),
         "token_ratio_3": ratios("three", per_token=True),
-        **{f"{side}_step_s": [run.seconds() for run in each] for side, each in runs.items()},
-        **{f"reward_first_{side}": [run.first_reward() for run in each] for side, each in runs.items()},
-        **{f"reward_{side}": [run.reward() for run in each] for side, each in runs.items()},
-        **{f"length_{side}": [run.length() for run in each] for side, each in runs.items()},
+        **{f"{side}_step_s": [one.seconds() for one in each] for side, each in runs.items()},
+        **{f"reward_first_{side}": [one.first_reward() for one in each] for side, each in runs.items()},
+        **{f"reward_{side}": [one.reward() for one in each] for side, each in runs.items()},
+        **{f"length_{side}": [one.length() for one in each] for side, each in runs.items()},
     }
     suffix = f".{base}" if base else ""
     figures = {name: mean(found) for name, found in values.items()}
@@ -276,9 +278,12 @@ def report(runs: Mapping[str, Sequence[Run]], base: str | None, out: Path) -> No
     figures["reward_gap_3"] = figures["reward_three"] - figures["reward_trl"]
     figures = {f"{name}{suffix}": value for name, value in figures.items()}
     spreads = {f"{name}{suffix}": record.spread(found) for name, found in values.items()}
-    wrong = faults(runs, mean(run.length() for run in runs["trl"]) if base else lengthy.MEAN)
+    wrong = faults(runs, mean(one.length() for one in runs["trl"]) if base else lengthy.MEAN)
+    if not run.is_long:
+        # A few steps teach nothing, so that only lengths can be compared.
+        wrong = [sentence for sentence in wrong if "length" in sentence]
     print(*wrong, sep="\n")
-    record.report("trl", figures, BOUNDS, spreads, not wrong, out)
+    record.report(run, record.Figures(figures, spreads), BOUNDS, not wrong, out)
 
 
 def tell(service: str, line: str) -> None:
@@ -286,15 +291,16 @@ def tell(service: str, line: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _run.options(__doc__)
     parser.add_argument("--base", choices=list(PACKAGED))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
-    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
+    parser.add_argument("--seeds", type=int)
+    parser.add_argument("--steps", type=int)
     given = parser.parse_args()
+    run = _run.Run("trl", given.long)
+    given.seeds, given.steps = (
+        given.seeds or (3 if run.is_long else 1),
+        given.steps or (24 if run.is_long else 8),
+    )
     given.out.mkdir(parents=True, exist_ok=True)
     out = given.out.absolute()
     python = environment(out)
@@ -303,8 +309,8 @@ def main() -> None:
         params = settings(base, Path(state))
         os.environ.update(services.environment(params))
         runs = measure(params, base, python, given)
-    report(runs, given.base, out)
+    report(run, runs, given.base, out)
 
 
 if __name__ == "__main__":
-    main()
+    _run.start(main)

@@ -1,6 +1,6 @@
 """Thousands of distinct adapters in flight on one engine, and a hundred thousand names one after another.
 
-    graftwork bench wave [--sizes 1000 4000] [--names 100000]
+    graftwork bench wave [--sizes 1000 4000] [--names 100000] [--long]
 
 A wave is so many requests at once, each for an adapter of its own that nobody asked for before; the
 gateway's queue refuses some with a `Retry-After`, which the client honours and counts. Every answer must be
@@ -9,15 +9,15 @@ another adapter's to the same prompt. The host tier holds all of them: nothing m
 `share_of_one` is the wave's throughput over that of the same requests on one adapter,
 `share_of_one_resident` the same once the adapters are in the host tier. Then names, each asked for one
 token, through a host tier that holds some hundreds of them: no errors, and the memory (PSS) of every process
-stays flat.
+stays flat. The default is one wave of 1,000; `--long` adds one of 4,000, and the names.
 """
 
-import argparse
 import math
 import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import _made
@@ -25,6 +25,7 @@ import _record as record
 import _served
 from _answers import MOST
 from _flat import Memory, titled
+from _run import Run, options, start
 from _storm_figures import errors, percentile, refusals
 from _traffic import Answer, Ask, Client, Server, prompt
 
@@ -180,33 +181,33 @@ def say(answers: Sequence[Answer]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--sizes", type=int, nargs="*", default=[1000, 4000])
-    parser.add_argument("--names", type=int, default=100_000)
-    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="whose built bases are used")
-    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
+    parser = options(__doc__)
+    parser.add_argument("--sizes", type=int, nargs="*")
+    parser.add_argument("--names", type=int)
     arguments = parser.parse_args()
+    run = Run("wave", arguments.long)
+    if arguments.sizes is None:
+        arguments.sizes = [1000, 4000] if run.is_long else [1000]
+    if arguments.names is None:
+        arguments.names = 100_000 if run.is_long else 0
     given = load_params(arguments.params)
     beside = arguments.out.resolve().parent
     beside.mkdir(parents=True, exist_ok=True)
-    figures: dict[str, float] = {"errors": 0.0}
+    figures: dict[str, float] = {}
     wrong: list[str] = []
     with Client() as client:
-        if arguments.sizes:
-            found, faults = waves(given, client, arguments.sizes, beside)
+        asked = [partial(waves, given, client, arguments.sizes, beside)] if arguments.sizes else []
+        asked += [partial(names, given, client, arguments.names, beside)] if arguments.names else []
+        for found, faults in run.parts(*asked):
             figures, wrong = figures | found, wrong + faults
-        if arguments.names:
-            found, faults = names(given, client, arguments.names, beside)
-            figures, wrong = figures | found, wrong + faults
-        figures["client_cpu_share"] = client.cpu_share
-    figures["errors"] = figures.get("errors_waves", 0.0) + figures.get("errors_names", 0.0)
-    if figures["errors"]:
-        wrong.append(f"{figures['errors']:.0f} requests did not end in 200 with every token.")
+        if figures:
+            figures["client_cpu_share"] = client.cpu_share
+            figures["errors"] = figures.get("errors_waves", 0.0) + figures.get("errors_names", 0.0)
+            if figures["errors"]:
+                wrong.append(f"{figures['errors']:.0f} requests did not end in 200 with every token.")
     print(*wrong, sep="\n")
-    record.report("wave", figures, BOUNDS, {}, not wrong, arguments.out)
+    record.report(run, record.Figures(figures), BOUNDS, not wrong, arguments.out)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

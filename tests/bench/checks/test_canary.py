@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.bench_files import load, parsed
+from tests.helpers.bench_files import load
 
 KINDS = frozenset({"drift", "feedback"})
 
@@ -48,14 +48,6 @@ def test_the_traffic_has_the_effect_that_it_says(monkeypatch: pytest.MonkeyPatch
         late = "feedback" in kinds
         assert (sum(is_rating for _, is_rating in rated) < 0.72 * 200_000) == late
         assert (len(users) < 100_000) == ("clusters" in kinds)
-
-
-def test_without_options_it_runs_as_many_canaries_as_its_bounds_are_of(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given = parsed("canary", [], monkeypatch)
-    assert given["canaries"] >= 2000
-    assert (given["small"], given["effect_canaries"]) == (200, 500)
 
 
 def test_the_plot_shows_every_rule_and_effect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -39,53 +40,71 @@ def test_the_bounds_of_a_benchmark_are_typed(name: str, monkeypatch: pytest.Monk
 def test_a_missed_bound_is_named_and_ends_a_benchmark_with_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    record = load("_record", monkeypatch)
+    record, run = (
+        load("_record", monkeypatch),
+        SimpleNamespace(name="one", is_interrupted=False, is_long=False),
+    )
     bounds = {"ratio": record.at_most(1.15), "speed": record.at_least(2), "left_out": record.at_least(1)}
+    figures = record.Figures({"ratio.a": 1.1, "ratio.b": 1.2, "speed": 1.5})
     with pytest.raises(SystemExit) as ended:
-        record.report("one", {"ratio.a": 1.1, "ratio.b": 1.2, "speed": 1.5}, bounds, {}, True, tmp_path)
+        record.report(run, figures, bounds, True, tmp_path)
     said = ["ratio.b is 1.2, and its bound is <= 1.15.", "speed is 1.5, and its bound is >= 2."]
     # Python prints a text and exits with 1.
     assert ended.value.code == "\n".join(f"bench one: {sentence}" for sentence in said)
     written = json.loads((tmp_path / "one.json").read_text())
     assert (written["ratio"], written["ratio.a"], written["missed"]) == (1.2, 1.1, said)
     assert "not measured" in capsys.readouterr().out
-    record.report("one", {"ratio.a": 1.1, "speed": 2}, bounds, {}, True, tmp_path)
+    pairs = record.Figures({"speed": 2})
+    pairs.add_pairs({"ratio": [1.1, 1.2]}, ".a")
+    record.report(run, pairs, bounds, True, tmp_path)
+    assert "ratio.a" in json.loads((tmp_path / "one.json").read_text())["undecided"][0]
     assert json.loads((tmp_path / "one.json").read_text())["missed"] == []
 
 
-def test_all_benchmarks_end_with_what_falls_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    every = load("_all", monkeypatch)
+def test_all_benchmarks_go_on_where_they_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    every, record = load("_all", monkeypatch), sys.modules["_record"]
+    monkeypatch.setattr(record, "commit", lambda: "abc")
+    monkeypatch.setattr(every.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
     (tmp_path / "p.yaml").write_text(f"state_dir: {tmp_path}")
     (tmp_path / "bench").mkdir()
-    stale = {"missed": ["speed is 1, and its bound is >= 2."]}
-    for name in ("storm", "load"):
-        file = tmp_path / "bench" / f"{name}.json"
-        file.write_text(json.dumps(stale))
-        os.utime(file, (0, 0))
+    known, asked = {"runs": {}, "pages": {}}, []
+    monkeypatch.setattr(every, "figures", SimpleNamespace(
+        load=lambda: known, write=lambda _: None, take=sys.modules["_figures"].take
+    ))  # fmt: skip
 
     def graftwork(words, params) -> int:
-        if words[1] == "storm":
-            (tmp_path / "bench" / "storm.json").write_text(json.dumps({"missed": ["a.", "b."]}))
-        return int(words[1] in ("storm", "wave") or words[-1] == "tiny-mla")
+        asked.append(words[1])
+        if words[1] == "storm" and asked.count("storm") == 1:
+            return every.INTERRUPTED
+        row = {"figure": "ratio.a", "bound": "<= 1", "value": "2", "spread": "", "repeats": "", "met": "no"}
+        result = {"missed": ["ratio.a is 2."], "undecided": [], "rows": [row], "is_long": False}
+        result |= {"commit": "abc", "hardware": "a machine"}
+        (tmp_path / "bench" / f"{words[1]}.json").write_text(json.dumps(result))
+        return 1
 
     monkeypatch.setattr(every, "graftwork", graftwork)
-    monkeypatch.setattr(sys, "argv", ["all", "--params", str(tmp_path / "p.yaml")])
+    monkeypatch.setattr(sys, "argv", ["all", "load", "storm", "--params", str(tmp_path / "p.yaml")])
     with pytest.raises(SystemExit) as ended:
         every.main()
-    assert str(ended.value.code).splitlines() == [
-        "These fall short:",
-        "graftwork bench storm: a.",
-        "graftwork bench storm: b.",
-        "graftwork bench wave: it ended with 1, and no figure counts.",
-        "graftwork run --base tiny-mla: it ended with 1, and no figure counts.",
-    ]
-    monkeypatch.setattr(every, "graftwork", lambda words, params: 0)
-    every.main()
+    assert ended.value.code == every.INTERRUPTED
+    with pytest.raises(SystemExit, match="graftwork bench storm: ratio"):
+        every.main()
+    assert asked == ["load", "storm", "storm"]
+    assert known["runs"]["load"] == {"commit": "abc", "form": "short", "says": "missed"}
+    (row,) = known["pages"]["load.md"]
+    assert (row["figure"], row["commit"], row["met"]) == ("`a`: `ratio`", "abc", "no")
+
+
+def test_the_tables_are_made_from_the_file_of_figures(monkeypatch: pytest.MonkeyPatch):
+    figures = load("_figures", monkeypatch)
+    for path, text in figures.pages(figures.load()).items():
+        assert path.read_text() == text, f"Run tests/bench/_figures.py: {path.name} differs."
 
 
 def test_nothing_is_written_while_the_check_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    record, run = load("_record", monkeypatch), SimpleNamespace(name="one", is_interrupted=False)
     with pytest.raises(SystemExit, match="correctness check failed"):
-        load("_record", monkeypatch).report("one", {"a": 1.0}, {}, {}, False, tmp_path)
+        record.report(run, record.Figures({"a": 1.0}), {}, False, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -97,9 +116,12 @@ def test_a_plain_name_holds_the_worst_and_shares_its_bound(monkeypatch: pytest.M
         "off": record.within(1, 0.2), "other": record.at_least(),
     }  # fmt: skip
     assert record.worst(figures, bounds) == {"slow": 3.0, "fast": 2.0, "off": 1.3}
-    assert [sentence.split()[0] for sentence in record.missed(figures, bounds)] == ["fast.b", "off.b"]
+    assert [one.split()[0] for one in record.sentences(record.Figures(figures), bounds, "missed")] == [
+        "fast.b",
+        "off.b",
+    ]
     # A plain name that was measured is one figure, and its bound is no other's.
-    assert record.missed({"fast": 5.0, "fast.n10": 1.0}, bounds) == []
+    assert record.sentences(record.Figures({"fast": 5.0, "fast.n10": 1.0}), bounds, "missed") == []
     assert record.worst({"fast": 5.0, "fast.n10": 1.0}, bounds) == {}
     texts = [str(bounds[name]) for name in ("slow", "slow.b-0.6", "fast", "off")]
     assert texts == ["<= 2", "reported", ">= 3", ">= 0.8 and <= 1.2"]
@@ -119,7 +141,9 @@ def test_each_figure_has_its_median_and_its_range(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_result_says_what_mkl_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    load("_record", monkeypatch).report("one", {"a": 1.0}, {}, {}, True, tmp_path)
+    record = load("_record", monkeypatch)
+    run = SimpleNamespace(name="one", is_interrupted=False, is_long=False)
+    record.report(run, record.Figures({"a": 1.0}), {}, True, tmp_path)
     assert json.loads((tmp_path / "one.json").read_text())["MKL_CBWR"] == os.environ["MKL_CBWR"]
 
 
@@ -153,7 +177,9 @@ def test_a_speed_up_is_bounded_where_the_machine_does_not_bound_it(monkeypatch: 
     figures = {"speedup.tiny-dense.n3": 1.2, "speedup.tiny-dense.n9": 1.2}
     figures |= {"share_of_bound.tiny-dense.n3": 0.8, "share_of_bound.tiny-dense.n9": 0.95}
     bounds = bench.bounds_of(figures, [3, 9])
-    assert record.missed(figures, bounds) == ["speedup.tiny-dense.n3 is 1.2, and its bound is >= 1.5."]
+    assert record.sentences(record.Figures(figures), bounds, "missed") == [
+        "speedup.tiny-dense.n3 is 1.2, and its bound is >= 1.5."
+    ]
     gain = bench.gain_of_many(figures, "tiny-dense", [3, 9])
     assert gain == {"speedup_n9_over_n3.tiny-dense": pytest.approx(1.0)}
 

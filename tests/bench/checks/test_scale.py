@@ -30,4 +30,4 @@ def test_every_figure_is_within_its_bound(bench: tuple[ModuleType, Any, Any], na
     figures = scale.record.Figures()
     scale.take(figures, scale.scenarios(site, crowd, 1)[name]())
     scale.take(figures, scale.observations(site, crowd))
-    assert scale.record.missed(figures.values, scale.BOUNDS) == []
+    assert scale.record.sentences(figures, scale.BOUNDS, "missed") == []
