@@ -177,8 +177,10 @@ def report(run: "Run", figures: Figures, bounds: Bounds, correct: bool, director
     """
     name = run.name
     if run.is_interrupted:
-        show(f"bench {name}, interrupted", figures, bounds)
-        print(f"bench {name}: ended by Ctrl-C. This is what it had; nothing was written.", file=sys.stderr)
+        if figures.values:
+            show(f"bench {name}, interrupted", figures, bounds)
+        had = "This is what it had" if figures.values else "It had no figure yet"
+        print(f"bench {name}: ended by Ctrl-C. {had}; nothing was written.", file=sys.stderr)
         sys.exit(130)
     if not correct:
         sys.exit(f"bench {name}: the correctness check failed, so no figure counts.")

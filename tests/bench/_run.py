@@ -89,6 +89,14 @@ class Run:
             self._say(what, len(found), most, began, ends)
         return found
 
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Let Ctrl-C end what prepares a part, and so the run, with what it has."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.is_interrupted = True
+
     def parts(self, *calls: Callable[[], T]) -> list[T]:
         """Return what these calls give, one after another, as far as time and Ctrl-C allow."""
         return self.repeats("part", lambda number: calls[number](), most=len(calls))

@@ -1,12 +1,13 @@
 """Loading a packed MoE adapter against a copy of its bytes, and against stock vLLM from files.
 
-    graftwork bench load [--repeats 9] [--ranks 1 8] [--live 1 2] [--long]
+    graftwork bench load [--repeats 9] [--ranks 1] [--live 1] [--long]
 
 At the width of Qwen3-30B-A3B (48 layers, 128 experts, 105.5 MB at rank 1) around vLLM's own LoRA layers:
 the base's 60 GB are left out, the slot tensors and all code that fills them are real. `packed_s` is one
 call from open to slot ready: bytes in the page cache, checksum verified earlier, slots touched before.
 Stock vLLM loads the same adapter from PEFT's fused layout and from one tensor a projection and expert.
-`--long` takes rank 8 too, and live engines on many-moe.
+A pair is the median of 5 loads over that of 5 copies, which alternate; pairs go on until `over_floor` is
+decided. `--long` takes rank 8 too, and live engines on many-moe.
 """
 
 import gc
@@ -16,7 +17,10 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import _load_live
@@ -40,13 +44,18 @@ WIDTH = {
 }  # fmt: skip
 DTYPE = torch.bfloat16
 # Of rank 1. Speed-ups over stock vLLM depend on the machine's memory: the floor's own are beside them.
-BOUNDS = {"over_floor": record.at_most(1.4), "over_floor_r1_in_r8": record.at_most(2)}
+BOUNDS = {
+    "over_floor": record.at_most(1.4),
+    "over_floor_r1_in_r8": record.at_most(2),
+    "over_floor.r8": record.at_most(),
+}
 # As MinT did: so many loads one after another.
 BURSTS = (4, 8, 16)
 STOCK_WAYS = ("fused", "per_expert")
 WARM_UPS = 2
-# Pairs of a load and a copy: they take hundredths of a second.
-PAIRS = 40
+# Loads and copies of a pair, and how many pairs are enough whatever they say, by whether the form is long.
+EACH = 5
+MOST_PAIRS = {False: 60, True: 1000}
 
 
 def slot_count(rank: int) -> int:
@@ -172,18 +181,33 @@ class Floor:
         self._to.copy_(self._from)
 
 
-def against_floor(ours: Ours, addresses: list[dict], repeats: int) -> tuple[list[float], list[float]]:
-    """Return load and floor seconds, in turn, so that both see the same machine."""
-    floor = Floor(addresses[0]["length"])
-    loads, floors = [], []
-    for i in range(repeats + WARM_UPS):
-        for side in record.in_turn((floors, loads), i):
-            if side is floors:
-                floors.append(seconds(floor))
+def in_turns(
+    ours: Ours, floor: Floor, addresses: Sequence[dict], count: int, number: int = 0
+) -> dict[str, list[float]]:
+    """Return the seconds of so many loads and copies, in turn, so that both see the same machine."""
+    found: dict[str, list[float]] = {"load": [], "floor": []}
+    for i in range(count):
+        for side in record.in_turn(found, number + i):
+            if side == "floor":
+                found[side].append(seconds(floor))
             else:
-                loads.append(seconds(lambda i=i: ours.load(addresses[i % len(addresses)])))
+                found[side].append(seconds(partial(ours.load, addresses[i % len(addresses)])))
                 ours.unload()
-    return loads[WARM_UPS:], floors[WARM_UPS:]
+    return found
+
+
+def over_floor(
+    ours: Ours, floor: Floor, addresses: Sequence[dict], tail: str, number: int
+) -> dict[str, float]:
+    """Return the figures of a pair: the median seconds of its loads, of its copies, and their ratio."""
+    found = in_turns(ours, floor, addresses, EACH, number)
+    load, copy = (record.median(found[side]) for side in ("load", "floor"))
+    return {f"over_floor{tail}": load / copy, f"packed_s{tail}": load, f"floor_s{tail}": copy}
+
+
+def burst(ours: Ours, floor: Floor, addresses: Sequence[dict], number: int) -> float:
+    """Return the mean seconds of the loads of one of `BURSTS`."""
+    return statistics.mean(in_turns(ours, floor, addresses, BURSTS[number])["load"])
 
 
 def same_slots(ours: Ours, stock: made.StockWorker, ours_at: int, stock_at: int) -> bool:
@@ -214,28 +238,39 @@ def same_slots(ours: Ours, stock: made.StockWorker, ours_at: int, stock_at: int)
     return True
 
 
-def against_stock(
-    ours: Ours, address: dict, stock: made.StockWorker, directories: dict[str, Path], repeats: int
-) -> dict[str, list[float]]:
-    """Return the seconds of our loads, and of vLLM's own from each directory, in turn."""
-    numbers = itertools.count(1)
-    found: dict[str, list[float]] = {way: [] for way in ("ours", *directories)}
+@dataclass(frozen=True)
+class BesideStock:
+    """Our load, a copy, and vLLM's own load from each directory, in turn."""
 
-    def load(way: str) -> float:
+    ours: Ours
+    address: dict
+    floor: Floor
+    stock: made.StockWorker
+    directories: Mapping[str, Path]
+    # Of stock's adapters; the check has those from 1.
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1000))
+
+    def take(self, repeat: int) -> dict[str, float]:
+        """Return each way's seconds over those of our load, and over those of the copy."""
+        found = {way: self._load(way) for way in record.in_turn(("ours", "floor", *self.directories), repeat)}
+        return {
+            **{f"speedup_vs_{way}": found[way] / found["ours"] for way in self.directories},
+            **{f"floor_speedup_vs_{way}": found[way] / found["floor"] for way in self.directories},
+            **{f"stock_{way}_s": found[way] for way in self.directories},
+        }
+
+    def _load(self, way: str) -> float:
         gc.collect()
+        if way == "floor":
+            return seconds(self.floor)
         if way == "ours":
-            took = seconds(lambda: ours.load(address))
-            ours.unload()
+            took = seconds(lambda: self.ours.load(self.address))
+            self.ours.unload()
             return took
-        number = next(numbers)
-        took = seconds(lambda: stock.load(number, directories[way], way == "fused"))
-        stock.remove_adapter(number)
+        number = next(self.numbers)
+        took = seconds(lambda: self.stock.load(number, self.directories[way], way == "fused"))
+        self.stock.remove_adapter(number)
         return took
-
-    for repeat in range(repeats + WARM_UPS):
-        for way in record.in_turn(found, repeat):
-            found[way].append(load(way))
-    return {way: times[WARM_UPS:] for way, times in found.items()}
 
 
 def same_as_stock(ours: Ours, address: dict, stock: made.StockWorker, directories: dict[str, Path]) -> bool:
@@ -250,35 +285,35 @@ def same_as_stock(ours: Ours, address: dict, stock: made.StockWorker, directorie
     return same
 
 
-def cold(ours: Ours, address: dict, repeats: int) -> list[float]:
+def cold(ours: Ours, address: dict, _: int) -> float:
     """Load with the file's pages dropped from the page cache."""
-    times = []
-    for _ in range(repeats):
-        gc.collect()
-        descriptor = os.open(address["path"], os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-        times.append(seconds(lambda: ours.load(address)))
-        ours.unload()
-    return times
+    gc.collect()
+    descriptor = os.open(address["path"], os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+    took = seconds(lambda: ours.load(address))
+    ours.unload()
+    return took
 
 
-def measure(config: dict, rank: int, slot_rank: int, root: Path, repeats: int) -> dict[str, list[float]]:
-    """Measure our route at a rank in slots of a rank; `floor` and `load` are pairs."""
-    store = Store(root / f"store-{rank}-{slot_rank}")
-    ours = Ours(config, slot_rank)
-    addresses = [put(store, tensors(config, rank, seed), config) for seed in range(2)]
-    loads, floors = against_floor(ours, addresses, max(PAIRS, repeats))
-    found = {"load": loads, "floor": floors}
-    for burst in BURSTS:
-        times, _ = against_floor(ours, addresses, burst)
-        found[f"burst_{burst}"] = [statistics.mean(times)]
-    store.close()
-    return found
+def narrow(run: Run, figures: record.Figures, config: dict, root: Path) -> None:
+    """Add the figures of rank 1 in slots of rank 8."""
+    with closing(Store(root / "store-narrow")) as store:
+        ours = Ours(config, 8)
+        addresses = [put(store, tensors(config, 1, seed), config) for seed in range(2)]
+        floor = Floor(addresses[0]["length"])
+        in_turns(ours, floor, addresses, WARM_UPS)
+        take = partial(over_floor, ours, floor, addresses, "_r1_in_r8")
+        found = run.pairs("rank 1 in slots of rank 8, pair", take, BOUNDS, most=MOST_PAIRS[run.is_long])
+    figures.add_pairs({name: values for name, values in found.items() if name != "floor_s_r1_in_r8"})
 
 
-def compare(config: dict, rank: int, root: Path, repeats: int) -> tuple[dict[str, list[float]], bool]:
-    """Measure our route and stock vLLM's two on the same adapter in slots of its own rank."""
+def compare(run: Run, figures: record.Figures, config: dict, rank: int, root: Path, repeats: int) -> bool:
+    """Add the figures of our route and stock vLLM's two on the same adapter in slots of its own rank.
+
+    Returns whether all fill a slot with the same tensors.
+    """
+    what, tail = f"rank {rank}", "" if rank == 1 else f".r{rank}"
     adapter = tensors(config, rank, 0)
     store = Store(root / f"store-{rank}")
     address = put(store, adapter, config)
@@ -286,18 +321,27 @@ def compare(config: dict, rank: int, root: Path, repeats: int) -> tuple[dict[str
     write_peft(directories["fused"], fuse(config, adapter), rank)
     write_peft(directories["per_expert"], adapter, rank)
     del adapter
-    ours = Ours(config, rank)
-    loads, floors = against_floor(ours, [address], max(PAIRS, repeats))
-    found = {"load": loads, "floor": floors, "cold": cold(ours, address, max(3, repeats // 2))}
-    found |= checks(ours, address)
-    for burst in BURSTS:
-        found[f"burst_{burst}"] = [statistics.mean(against_floor(ours, [address], burst)[0])]
+    ours, floor = Ours(config, rank), Floor(address["length"])
     lora = made.lora_config(slot_count(rank), rank, DTYPE, mixed=True)
     stock = made.StockWorker(layers(config, rank, True), lora)
-    found |= against_stock(ours, address, stock, directories, repeats)
     correct = same_as_stock(ours, address, stock, directories)
+    turns = BesideStock(ours, address, floor, stock, directories)
+    turns.take(0)
+    in_turns(ours, floor, [address], WARM_UPS)
+    take = partial(over_floor, ours, floor, [address], "")
+    most = MOST_PAIRS[run.is_long]
+    figures.add_pairs(run.pairs(f"{what}, pair", take, BOUNDS, suffix=tail, most=most), tail)
+    bursts = run.repeats(f"{what}, burst", partial(burst, ours, floor, [address]), most=len(BURSTS))
+    figures.values |= {f"packed_s.n{n}{tail}": mean for n, mean in zip(BURSTS, bursts, strict=False)}
+    most = max(3, repeats // 2)
+    times = run.repeats(f"{what}, cold load", partial(cold, ours, address), most=most)
+    figures.add({"cold_packed_s": times}, tail)
+    for one in run.parts(lambda: checks(ours, address)):
+        figures.add(one, tail)
+    found = run.repeats(f"{what}, load beside stock vLLM", turns.take, most=repeats)
+    figures.add({name: [one[name] for one in found] for name in (found[0] if found else ())}, tail)
     store.close()
-    return found, correct
+    return correct
 
 
 def checks(ours: Ours, address: dict) -> dict[str, list[float]]:
@@ -305,53 +349,18 @@ def checks(ours: Ours, address: dict) -> dict[str, list[float]]:
     opened = ours.host.open("adapter", address)
     payload = opened.bytes.look().numpy()
     return {
-        "verify": [seconds(lambda: checksum_of(memoryview(payload))) for _ in range(3)],
-        "prepare": [seconds(lambda: ours.host.verify(opened, address)) for _ in range(3)],
+        "verify_s": [seconds(lambda: checksum_of(memoryview(payload))) for _ in range(3)],
+        "prepare_s": [seconds(lambda: ours.host.verify(opened, address)) for _ in range(3)],
     }
-
-
-def ratio(above: list[float], below: list[float]) -> list[float]:
-    """Pair the repeats; where the counts differ, each against the median."""
-    if len(above) == len(below):
-        return [a / b for a, b in zip(above, below, strict=True)]
-    return [a / record.median(below) for a in above]
-
-
-def true_width(config: dict, ranks: list[int], root: Path, repeats: int):
-    """Return values, each a list of repeats, and whether all slots were filled right."""
-    values: dict[str, list[float]] = {}
-    correct = True
-    for rank in ranks:
-        found, same = compare(config, rank, root, repeats)
-        gc.collect()
-        correct &= same
-        tail = "" if rank == 1 else f".r{rank}"
-        values |= {
-            f"over_floor{tail}": ratio(found["load"], found["floor"]),
-            f"packed_s{tail}": found["load"],
-            f"floor_s{tail}": found["floor"],
-            **{f"speedup_vs_{way}{tail}": ratio(found[way], found["ours"]) for way in STOCK_WAYS},
-            **{f"floor_speedup_vs_{way}{tail}": ratio(found[way], found["floor"]) for way in STOCK_WAYS},
-            f"stock_fused_s{tail}": found["fused"],
-            f"stock_per_expert_s{tail}": found["per_expert"],
-            f"cold_packed_s{tail}": found["cold"],
-            f"verify_s{tail}": found["verify"],
-            f"prepare_s{tail}": found["prepare"],
-        }
-        values |= {f"packed_s.n{burst}{tail}": found[f"burst_{burst}"] for burst in BURSTS}
-    found = measure(config, 1, 8, root, repeats)
-    values["over_floor_r1_in_r8"] = ratio(found["load"], found["floor"])
-    values["packed_s_r1_in_r8"] = found["load"]
-    return values, correct
 
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--ranks", type=int, nargs="+")
+    parser.add_argument("--repeats", type=int, default=9, help="loads of stock vLLM, and of a live engine")
+    parser.add_argument("--ranks", type=int, nargs="+", help="1, and 8 with --long")
     parser.add_argument(
         "--live", type=int, nargs="*",
-        help="tensor-parallel sizes of the live engines on many-moe",
+        help="tensor-parallel sizes of the live engines on many-moe; none without --long",
     )  # fmt: skip
     parser.add_argument("--threads", type=int, default=1, help="of our copies, the floor's and stock vLLM's")
     arguments = parser.parse_args()
@@ -359,15 +368,19 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     ranks = arguments.ranks or ([1, 8] if run.is_long else [1])
     live = (_load_live.rank_counts() if run.is_long else []) if arguments.live is None else arguments.live
-    with tempfile.TemporaryDirectory(prefix="graftwork-load-") as root:
-        values, correct = true_width(WIDTH, ranks, Path(root), arguments.repeats)
-        for count in live:
-            found, right = _load_live.live(Path(root), arguments.repeats, count)
-            values |= found
+    figures, correct = record.Figures(), True
+    with tempfile.TemporaryDirectory(prefix="graftwork-load-") as folder, run.preparing():
+        root, repeats = Path(folder), arguments.repeats
+        for rank in ranks:
+            correct &= compare(run, figures, WIDTH, rank, root, repeats)
+            gc.collect()
+            if run.is_interrupted:
+                break
+        else:
+            narrow(run, figures, WIDTH, root)
+        for found, right in run.parts(*(partial(_load_live.live, root, repeats, count) for count in live)):
+            figures.add(found)
             correct &= right
-    figures = record.Figures()
-    figures.add(values)
-    figures.add_pairs({name: values[name] for name in BOUNDS})
     record.report(run, figures, BOUNDS, correct, arguments.out)
 
 

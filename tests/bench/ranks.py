@@ -1,17 +1,20 @@
 """What an adapter's rank is worth on a real model: score, bytes and seconds at rank 1, 8 and 32.
 
-    graftwork bench ranks [--base smollm2-135m] [--policy extraction] [--ranks 1 8 32] [--seeds 3]
-                          [--plot docs/benchmarks/ranks.png]     (after `make real`)
+    graftwork bench ranks [--base smollm2-135m] [--policy extraction] [--ranks 1 8 32] [--seeds N]
+                          [--plot docs/benchmarks/ranks.png] [--long]     (after `make real`)
 
 Real engine and trainer, started as `graftwork up` does, `engine.max_rank` 32. Each rank trains one policy of
 the base's main job with each seed, all seeds at once, by the recipe that fits the base, and scores it on its
 frozen items. `gain.rN`: the score over the base's on the same items. `bytes.rN`: the revision's tensors as
-packed for the engine. `step_s.rN`: seconds for each step of a policy, with all seeds of the rank at once.
+packed for the engine. `step_s.rN`: seconds for each step of a policy but the first, with all seeds of the
+rank at once. The default takes one seed and two steps of each rank, as far as its time goes, and no score:
+two steps teach nothing. `--long` takes three seeds and all steps.
 
-The check: every revision's score is above the base's.
+The check of the long form: every revision's score is above the base's.
 """
 
 import argparse
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,55 +31,68 @@ from engine.settings.params import Params, load_params
 from engine.threads import in_parallel
 
 RANKS = (1, 8, 32)
+# Of the default: the first step warms up.
+FEW_STEPS = 2
 
 
 @dataclass(frozen=True)
 class Trained:
-    """One revision: its mean score in [0, 1], the bytes of its packed tensors, seconds a step."""
+    """One revision: the bytes of its packed tensors, seconds a step, and in the long form its mean score."""
 
-    score: float
     bytes: int
     step_s: float
+    score: float | None
 
 
-def trained(params: Params, policy: str, rank: int, seed: int, key: str) -> Trained:
-    """Train and score a policy at a rank, under a name of its own."""
+def trained(params: Params, policy: str, asked: dict[str, int], is_scored: bool, key: str) -> Trained:
+    """Train a policy under a name of its own, with what is asked beside its settings, and score it."""
     from engine.training.loop import train
     from tasks import score
 
-    config = fitted_policy(params, policy, {"rank": rank, "seed": seed}).config
-    name = f"{policy}-r{rank}-s{seed}"
-    own = params.model_copy(update={"policies": {name: config}})
-    done = train(own, name, config, key)
+    config = fitted_policy(params, policy, asked).config
+    name = f"{policy}-r{config.rank}-s{config.seed}"
+    own, ends = params.model_copy(update={"policies": {name: config}}), list[float]()
+    done = train(own, name, config, key, lambda _: ends.append(time.monotonic()))
     with open_catalog(params.paths) as catalog:
         row = catalog.revisions.get(name, done.digest)
-    scored = score.score(own, name, done.digest, config.suite, key, reuse=False)
-    print(f"  rank {rank}, seed {seed}: {scored.mean:.3f} after {done.seconds:.0f} s", flush=True)
-    return Trained(scored.mean, row.bytes, done.seconds / config.steps)
+    mean = None
+    if is_scored:
+        mean = score.score(own, name, done.digest, config.suite, key, reuse=False).mean
+        print(f"  rank {config.rank}, seed {config.seed}: {mean:.3f} after {done.seconds:.0f} s", flush=True)
+    return Trained(row.bytes, (ends[-1] - ends[0]) / (len(ends) - 1), mean)
 
 
-def measure(params: Params, given: argparse.Namespace, key: str) -> tuple[record.Figures, float, float]:
-    """Return the figures of all ranks, the base's score, and the least gain of a revision."""
+def base_score(params: Params, policy: str, key: str) -> float:
+    """Return the base's mean score on a policy's frozen items."""
     from tasks import score
 
-    figures = record.Figures()
-    suite = fitted_policy(params, given.policy).config.suite
-    base, least = score.score(params, given.policy, None, suite, key, reuse=False).mean, 1.0
-    for rank in given.ranks:
-        runs = in_parallel(
-            *(partial(trained, params, given.policy, rank, seed, key) for seed in range(1, given.seeds + 1))
-        )
-        least = min(least, *(run.score - base for run in runs))
-        figures.add(
-            {
-                "score": [run.score for run in runs],
-                "gain": [run.score - base for run in runs],
-                "bytes": [run.bytes for run in runs],
-                "step_s": [run.step_s / given.seeds for run in runs],
-            },
-            f".r{rank}",
-        )
-    return figures, base, least
+    suite = fitted_policy(params, policy).config.suite
+    return score.score(params, policy, None, suite, key, reuse=False).mean
+
+
+def measure(run: Run, params: Params, given: argparse.Namespace, key: str, figures: record.Figures) -> float:
+    """Add the figures of all ranks, and the base's score in the long form; return a revision's least gain."""
+    gains: list[float] = []
+    for score in run.parts(lambda: base_score(params, given.policy, key)) if run.is_long else ():
+        figures.values["score.base"] = score
+    fewer = {} if run.is_long else {"steps": FEW_STEPS}
+
+    def take(number: int) -> None:
+        rank = given.ranks[number]
+        asked = [{"rank": rank, "seed": seed, **fewer} for seed in range(1, given.seeds + 1)]
+        calls = (partial(trained, params, given.policy, one, run.is_long, key) for one in asked)
+        found = in_parallel(*calls)
+        repeats: dict[str, list[float]] = {
+            "bytes": [one.bytes for one in found],
+            "step_s": [one.step_s / given.seeds for one in found],
+            "score": [one.score for one in found if one.score is not None],
+        }
+        repeats["gain"] = [score - figures.values["score.base"] for score in repeats["score"]]
+        gains.extend(repeats["gain"])
+        figures.add(repeats, f".r{rank}")
+
+    run.repeats("rank", take, most=len(given.ranks))
+    return min(gains, default=1.0)
 
 
 def draw(figures: record.Figures, base: float, ranks: Sequence[int], path: Path) -> None:
@@ -109,17 +125,19 @@ def main() -> None:
     parser.add_argument("--base", choices=list(PACKAGED), default="smollm2-135m")
     parser.add_argument("--policy", default="extraction")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--seeds", type=int, help="1, and 3 with --long")
+    parser.add_argument("--plot", type=Path, help="draw the figures of --long into this file")
     given = parser.parse_args()
     run = Run("ranks", given.long)
+    given.seeds = given.seeds or (3 if run.is_long else 1)
+    figures, least = record.Figures(), 1.0
     own = load_params(f"params.{given.base}.yaml")
-    with concurrency.live(load_params(given.params), given.base, 0, max_rank=max(given.ranks)) as bench:
+    live = concurrency.live(load_params(given.params), given.base, 0, max_rank=max(given.ranks))
+    with run.preparing(), live as bench:
         params = bench.params.model_copy(update={"policies": own.policies})
-        figures, base, least = measure(params, given, bench.key)
-    figures.values["score.base"] = base
-    if given.plot and given.seeds > 1:
-        draw(figures, base, given.ranks, given.plot)
+        least = measure(run, params, given, bench.key, figures)
+    if given.plot and all(f"score.r{rank}" in figures.spreads for rank in given.ranks):
+        draw(figures, figures.values["score.base"], given.ranks, given.plot)
     record.report(run, figures, {}, least > 0, given.out)
 
 

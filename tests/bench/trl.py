@@ -1,6 +1,6 @@
 """Seconds a training step against TRL's `GRPOTrainer`, side by side on the same machine.
 
-    graftwork bench trl [--base smollm2-135m] [--seeds 1] [--steps 8] [--long]
+    graftwork bench trl [--base smollm2-135m] [--seeds N] [--steps 8] [--long]
 
 Both sides train LoRA of the same rank, alpha and targets on the same base, in float32: the same problems in
 the same order, group size, groups a step, learning rate, Adam settings, clipping of gradients and ratios,
@@ -12,6 +12,9 @@ TRL runs alone, in an environment of its own, without gradient checkpointing, on
 samples in one forward (`BATCHES`) as was fastest for it in a short run before. Ours is the loop as
 `graftwork up` starts it: engine and trainer in processes of their own, the adapter handed over at every
 step, with one policy and with three at once. The first steps of each run warm it up and are not counted.
+A pair is one seed's runs of both sides, in the other order every other time; pairs go on until both ratios
+are decided. The default has 8 steps a run, too few for rewards to be compared, and gives TRL the first of
+`BATCHES`; `--long` has 24. What is made once, TRL's environment and the base, is made before the time begins.
 
 `step_ratio_1`: mean seconds a step, ours with one policy / TRL's. `step_ratio_3`: seconds for each step of
 a policy with three at once (elapsed / steps of all three) / TRL's; `round_ratio_3` is the same without the
@@ -203,21 +206,57 @@ def lengthy_base(directory: Path, params: Path) -> Path:
     return path
 
 
-def measure(params: Params, base: Path, python: Path, given: argparse.Namespace) -> dict[str, list[Run]]:
-    """Return each side's runs, one for each seed, in turns; TRL's while no service of ours runs."""
+def measure(
+    run: _run.Run, params: Params, base: Path, python: Path, given: argparse.Namespace
+) -> tuple[dict[str, list[float]], dict[str, list[Run]]]:
+    """Return each figure's pairs, a seed each, and each side's runs; TRL's while no service of ours runs."""
     name = given.base or LENGTHY
     # The short form leaves out the trial.
-    batch = fastest(python, name, base, params.state_dir) if given.long else BATCHES[0]
-    runs: dict[str, list[Run]] = {"trl": []}
-    for seed in range(1, given.seeds + 1):
+    batch = fastest(python, name, base, params.state_dir) if run.is_long else BATCHES[0]
+    runs: dict[str, list[Run]] = {}
+
+    def theirs(seed: int) -> dict[str, Run]:
         task = job(policy(seed, given.steps, base=name), base, params.state_dir / "trl", batch)
-        runs["trl"].append(run_theirs(python, task, params.state_dir))
+        return {"trl": run_theirs(python, task, params.state_dir)}
+
+    def mine(seed: int) -> dict[str, Run]:
         with services.session(params, lambda: None, tell, ("engine", "trainer")):
-            key = local_key(params)
-            for side, named in ours(seed, given.steps, name).items():
-                runs.setdefault(side, []).append(run_ours(params, named, key))
-        print(f"seed {seed}: " + ", ".join(f"{side} {found[-1]}" for side, found in runs.items()), flush=True)
-    return runs
+            key, asked = local_key(params), ours(seed, given.steps, name)
+            return {side: run_ours(params, named, key) for side, named in asked.items()}
+
+    sides = {"theirs": theirs, "ours": mine}
+
+    def take(number: int) -> dict[str, float]:
+        found: dict[str, Run] = {}
+        for side in record.in_turn(sides, number):
+            found |= sides[side](number + 1)
+        for side, one in found.items():
+            runs.setdefault(side, []).append(one)
+        return figures_of(found)
+
+    suffix = f".{given.base}" if given.base else ""
+    return run.pairs("pair", take, BOUNDS, suffix=suffix, most=given.seeds), runs
+
+
+def figures_of(pair: Mapping[str, Run]) -> dict[str, float]:
+    """Return the figures of one seed's runs."""
+    theirs = pair["trl"]
+    step = {side: one.seconds() / theirs.seconds() for side, one in pair.items()}
+    token = {side: ratio * theirs.length() / pair[side].length() for side, ratio in step.items()}
+    return {
+        "step_ratio_1": step["one"],
+        "step_ratio_1_dapo": step["dapo"],
+        "step_ratio_3": step["three"],
+        "round_ratio_3": 3 * step["three"],
+        "token_ratio_1": token["one"],
+        "token_ratio_3": token["three"],
+        "reward_gap": pair["one"].reward() - theirs.reward(),
+        "reward_gap_3": pair["three"].reward() - theirs.reward(),
+        **{f"{side}_step_s": one.seconds() for side, one in pair.items()},
+        **{f"reward_first_{side}": one.first_reward() for side, one in pair.items()},
+        **{f"reward_{side}": one.reward() for side, one in pair.items()},
+        **{f"length_{side}": one.length() for side, one in pair.items()},
+    }
 
 
 def local_key(params: Params) -> str:
@@ -229,8 +268,10 @@ def local_key(params: Params) -> str:
     return key
 
 
-def faults(runs: Mapping[str, Sequence[Run]], wanted: float = lengthy.MEAN) -> list[str]:
-    """Return what makes the two sides incomparable, a sentence each.
+def faults(
+    runs: Mapping[str, Sequence[Run]], wanted: float = lengthy.MEAN, has_learned: bool = True
+) -> list[str]:
+    """Return what makes the two sides incomparable, a sentence each; lengths alone where none has learned.
 
     A side is worse when its rewards are lower by more than two standard errors of a difference of two shares
     of so many answers, sqrt(2 p (1 - p) / n), at most sqrt(0.5 / n). `wanted` is the mean length, in tokens.
@@ -243,47 +284,13 @@ def faults(runs: Mapping[str, Sequence[Run]], wanted: float = lengthy.MEAN) -> l
     for side, each in runs.items():
         first, last = mean(run.first_reward() for run in each), mean(run.reward() for run in each)
         length = mean(run.length() for run in each)
-        if last < first + noise:
+        if has_learned and last < first + noise:
             found.append(f"{side} has not learned: rewards went from {first:.3f} to {last:.3f}.")
-        if last < theirs - noise:
+        if has_learned and last < theirs - noise:
             found.append(f"{side} has a reward of {last:.3f}, TRL one of {theirs:.3f}.")
         if not LENGTHS[0] <= length / wanted <= LENGTHS[1]:
             found.append(f"{side} drew a mean length of {length:.1f} tokens, not about {wanted:g}.")
     return found
-
-
-def report(run: _run.Run, runs: Mapping[str, Sequence[Run]], base: str | None, out: Path) -> None:
-    def ratios(side: str, factor: float = 1, per_token: bool = False) -> list[float]:
-        pairs = [(mine, theirs) for mine, theirs in zip(runs[side], runs["trl"], strict=True)]
-        factors = [factor * (theirs.length() / mine.length() if per_token else 1) for mine, theirs in pairs]
-        return [
-            f * mine.seconds() / theirs.seconds() for f, (mine, theirs) in zip(factors, pairs, strict=True)
-        ]
-
-    values = {
-        "step_ratio_1": ratios("one"),
-        "step_ratio_1_dapo": ratios("dapo"),
-        "step_ratio_3": ratios("three"),
-        "round_ratio_3": ratios("three", 3),
-        "token_ratio_1": ratios("one", per_token=True),
-        "token_ratio_3": ratios("three", per_token=True),
-        **{f"{side}_step_s": [one.seconds() for one in each] for side, each in runs.items()},
-        **{f"reward_first_{side}": [one.first_reward() for one in each] for side, each in runs.items()},
-        **{f"reward_{side}": [one.reward() for one in each] for side, each in runs.items()},
-        **{f"length_{side}": [one.length() for one in each] for side, each in runs.items()},
-    }
-    suffix = f".{base}" if base else ""
-    figures = {name: mean(found) for name, found in values.items()}
-    figures["reward_gap"] = figures["reward_one"] - figures["reward_trl"]
-    figures["reward_gap_3"] = figures["reward_three"] - figures["reward_trl"]
-    figures = {f"{name}{suffix}": value for name, value in figures.items()}
-    spreads = {f"{name}{suffix}": record.spread(found) for name, found in values.items()}
-    wrong = faults(runs, mean(one.length() for one in runs["trl"]) if base else lengthy.MEAN)
-    if not run.is_long:
-        # A few steps teach nothing, so that only lengths can be compared.
-        wrong = [sentence for sentence in wrong if "length" in sentence]
-    print(*wrong, sep="\n")
-    record.report(run, record.Figures(figures, spreads), BOUNDS, not wrong, out)
 
 
 def tell(service: str, line: str) -> None:
@@ -293,23 +300,26 @@ def tell(service: str, line: str) -> None:
 def main() -> None:
     parser = _run.options(__doc__)
     parser.add_argument("--base", choices=list(PACKAGED))
-    parser.add_argument("--seeds", type=int)
-    parser.add_argument("--steps", type=int)
+    parser.add_argument("--seeds", type=int, help="pairs, at most")
+    parser.add_argument("--steps", type=int, help="8, and 24 with --long")
     given = parser.parse_args()
-    run = _run.Run("trl", given.long)
-    given.seeds, given.steps = (
-        given.seeds or (3 if run.is_long else 1),
-        given.steps or (24 if run.is_long else 8),
-    )
     given.out.mkdir(parents=True, exist_ok=True)
     out = given.out.absolute()
     python = environment(out)
     base = packaged_base(given.base, given.params) if given.base else lengthy_base(out, given.params)
-    with tempfile.TemporaryDirectory(prefix="graftwork-trl-") as state:
+    run = _run.Run("trl", given.long)
+    given.steps = given.steps or (24 if run.is_long else 8)
+    figures, wrong = record.Figures(), list[str]()
+    with tempfile.TemporaryDirectory(prefix="graftwork-trl-") as state, run.preparing():
         params = settings(base, Path(state))
         os.environ.update(services.environment(params))
-        runs = measure(params, base, python, given)
-    report(run, runs, given.base, out)
+        pairs, runs = measure(run, params, base, python, given)
+        figures.add_pairs(pairs, f".{given.base}" if given.base else "")
+        if pairs:
+            wanted = mean(one.length() for one in runs["trl"]) if given.base else lengthy.MEAN
+            wrong = faults(runs, wanted, run.is_long)
+    print(*wrong, sep="\n")
+    record.report(run, figures, BOUNDS, not wrong, out)
 
 
 if __name__ == "__main__":
