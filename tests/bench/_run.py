@@ -40,11 +40,14 @@ def options(doc: str | None) -> argparse.ArgumentParser:
 
 
 def start(main: Callable[[], None]) -> None:
-    """Run a benchmark; Ctrl-C before anything was measured ends it with a sentence."""
+    """Run a benchmark; Ctrl-C beside what is measured ends it with a sentence."""
     try:
         main()
     except KeyboardInterrupt:
-        print(f"bench {Path(sys.argv[0]).stem}: ended by Ctrl-C; nothing was measured.", file=sys.stderr)
+        print(
+            f"bench {Path(sys.argv[0]).stem}: ended by Ctrl-C while it prepared; nothing was written.",
+            file=sys.stderr,
+        )
         sys.exit(INTERRUPTED)
 
 
@@ -96,6 +99,11 @@ class Run:
             yield
         except KeyboardInterrupt:
             self.is_interrupted = True
+
+    def go_on(self) -> None:
+        """Raise `KeyboardInterrupt` where the run was interrupted."""
+        if self.is_interrupted:
+            raise KeyboardInterrupt
 
     def parts(self, *calls: Callable[[], T]) -> list[T]:
         """Return what these calls give, one after another, as far as time and Ctrl-C allow."""

@@ -304,8 +304,11 @@ def main() -> None:
     figures, wrong = record.Figures(), []
     bases = arguments.base or (TINY if run.is_long else TINY[:1])
     for number, base in enumerate(bases):
-        share = 1 / (len(bases) - number)
-        wrong += measure(run, load_params(arguments.params), base, arguments, figures, share)
+        if run.is_interrupted:
+            break
+        with run.preparing():
+            share = 1 / (len(bases) - number)
+            wrong += measure(run, load_params(arguments.params), base, arguments, figures, share)
     print(*wrong, sep="\n")
     bounds = bounds_of(figures.values, arguments.policies)
     record.report(run, figures, bounds, not wrong, arguments.out)

@@ -219,12 +219,14 @@ def main() -> None:
         if run.is_long or not prefix
     ]
     for number, (base, prefix, (dtype, threads)) in enumerate(parts):
-        with tempfile.TemporaryDirectory(prefix="graftwork-decode-") as root:
+        if run.is_interrupted:
+            break
+        with run.preparing(), tempfile.TemporaryDirectory(prefix="graftwork-decode-") as root:
             built = make_base(base, arguments.params, Path(root))
             share = 1 / (len(parts) - number)
             found, right = measure(run, built, dtype, threads, arguments.repeats, Path(root), share)
-        figures.add_pairs({f"{prefix}{name}": values for name, values in found.items()}, f".{base}")
-        correct &= right
+            figures.add_pairs({f"{prefix}{name}": values for name, values in found.items()}, f".{base}")
+            correct &= right
     record.report(run, figures, BOUNDS, correct, arguments.out)
 
 

@@ -69,7 +69,9 @@ def main() -> None:
     figures = record.Figures()
     bases = args.base or (BASES if run.is_long else BASES[:1])
     for left, base in zip(range(len(bases), 0, -1), bases, strict=True):
-        with live(params, base, params.paths.root, max_num_seqs=SEQUENCES) as ours:
+        if run.is_interrupted:
+            break
+        with run.preparing(), live(params, base, params.paths.root, max_num_seqs=SEQUENCES) as ours:
             catalog = Catalog(ours.params.paths.catalog_url)
             keys = [catalog.keys.create(tenant, "user", [f"{tenant}-*"]) for tenant in ("a", "b")]
             catalog.close()
@@ -77,7 +79,7 @@ def main() -> None:
             asyncio.run(share(a, b, SEQUENCES, SEQUENCES))
             take = partial(compared, a, b, requests)
             found = run.pairs(f"{base}, pair of loads", take, BOUNDS, share=1 / left)
-        figures.add_pairs(found, f".{base}")
+            figures.add_pairs(found, f".{base}")
     record.report(run, figures, BOUNDS, bool(figures.values), args.out)
 
 

@@ -277,14 +277,15 @@ def main() -> None:
     run = Run("gateway", args.long)
     params = load_params(args.params)
     params.paths.root.mkdir(parents=True, exist_ok=True)
-    figures = record.Figures()
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder, ExitStack() as stack:
+    figures, is_equal = record.Figures(), True
+    with run.preparing(), tempfile.TemporaryDirectory(prefix="bench-") as folder, ExitStack() as stack:
         migrate(Paths(Path(folder)).catalog_url)
         make_keys(Path(folder), args.keys)
         kinds = ("bare", "gateway")
         servers = {kind: stack.enter_context(refusing(kind, Path(folder))) for kind in kinds}
         figures.add_pairs(run.pairs("refusals, pair", partial(refusals, servers), BOUNDS, share=0.15))
-    with ExitStack() as stack:
+    with run.preparing(), ExitStack() as stack:
+        run.go_on()
         ours = stack.enter_context(live(params, "tiny-dense", params.paths.root))
         url, pid = stack.enter_context(bare_engine(ours))
         elsewhere, _ = stack.enter_context(refusing("bare", HERE))

@@ -260,10 +260,12 @@ def main() -> None:
     figures, correct = record.Figures(adapter_shares()), True
     bases = arguments.base or (BASES if run.is_long else BASES[:1])
     for number, base in enumerate(bases):
-        with tempfile.TemporaryDirectory(prefix="graftwork-handoff-") as root:
+        if run.is_interrupted:
+            break
+        with run.preparing(), tempfile.TemporaryDirectory(prefix="graftwork-handoff-") as root:
             found, right = measure(run, base, arguments, Path(root), 1 / (len(bases) - number))
-        figures.add_pairs(found, f".{base}")
-        correct &= right
+            figures.add_pairs(found, f".{base}")
+            correct &= right
     record.report(run, figures, BOUNDS, correct, arguments.out)
 
 

@@ -199,7 +199,9 @@ def main() -> None:
     figures, params = record.Figures(), load_params(given.params)
     catalogs = given.catalog or (CATALOGS if run.is_long else CATALOGS[:1])
     for number, name in enumerate(catalogs):
-        with postgres() if name == "postgres" else nullcontext() as server:
+        if run.is_interrupted:
+            break
+        with run.preparing(), postgres() if name == "postgres" else nullcontext() as server:
             url = fresh_database(server) if server else None
             share = 1 / (len(catalogs) - number)
             take(figures, name, measure(run, params, name, url, given, share))

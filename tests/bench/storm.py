@@ -130,6 +130,8 @@ def ours(
                 maker.remove([fresh.pop(0)])
 
         for number, (n, limit) in enumerate(cold.items()):
+            if run.is_interrupted:
+                break
             evicted = _served.evictions(engine.server)
             read_s.clear()
             bounds = {"ratio": record.at_most(limit)} | ({"ready_over_warm": READY} if n == 32 else {})
@@ -215,8 +217,10 @@ def told(result: Result, base: str, cold: int, tail: str = "") -> None:
 def measure(run: Run, given: Params, bases: Sequence[str], arguments: argparse.Namespace) -> Result:
     result = Result()
     values = result.figures.values
-    with Client() as client:
+    with run.preparing(), Client() as client:
         for number, base in enumerate(bases):
+            if run.is_interrupted:
+                break
             share = 1 / (len(bases) - number)
             cold = ours(run, given, base, client, arguments, result, share)
             if base == "many-moe" and arguments.density and not run.is_interrupted:
