@@ -1,4 +1,4 @@
-"""The benchmark of decoding compares engines in one environment, in turn."""
+"""The benchmark of decoding compares engines in one environment."""
 
 import json
 import os
@@ -12,7 +12,6 @@ from engine.base.resident import BaseInfo
 from engine.serving import server
 from engine.settings.params import Params
 from tests.helpers import live, stock_server
-from tests.helpers.bench_files import load
 
 
 def test_a_stock_server_has_the_environment_and_the_process_settings_of_ours(
@@ -50,32 +49,3 @@ def test_a_stock_server_has_the_environment_and_the_process_settings_of_ours(
     line = dict(pairwise(server.server_arguments(params, Path("params.json"), base)))
     given = dict(pairwise(served))
     assert [given[name] for name in shared] == [line[name] for name in shared]
-
-
-def test_sides_take_turns_in_either_order(monkeypatch: pytest.MonkeyPatch):
-    decode, taken = load("decode", monkeypatch), []
-
-    def speeds(server: str, names: list[str], seed: int) -> dict[str, float]:
-        taken.append((server, seed))
-        return {"decode": 1.0, "prefill": 2.0}
-
-    monkeypatch.setattr(decode, "speeds", speeds)
-    runs = decode.taking_turns({"ours": ("a", []), "base": ("b", []), "stock": ("c", [])}, 2)
-    assert "".join(server for server, _ in taken) == "abccbaabc"
-    assert len({seed for _, seed in taken}) == 9
-    # The first round warms up.
-    assert {side: len(each) for side, each in runs.items()} == {"ours": 2, "base": 2, "stock": 2}
-
-
-def test_each_ratio_is_of_one_repeat(monkeypatch: pytest.MonkeyPatch):
-    decode = load("decode", monkeypatch)
-
-    def runs(*values: float) -> list[dict[str, float]]:
-        return [{"decode": value, "prefill": 10 * value} for value in values]
-
-    found = decode.figures_of({"ours": runs(6.0, 8.0), "ours_base": runs(9.0, 5.0), "base": runs(10.0, 16.0)})
-    assert found["share_of_base"] == found["prefill_share_of_base"] == [0.6, 0.5]
-    assert found["base_rows_share_of_base"] == [0.9, 5 / 16]
-    assert found["decode_tok_s_base"] == [10.0, 16.0]
-    # Stock has no LoRA on experts on a CPU.
-    assert "over_stock" not in found

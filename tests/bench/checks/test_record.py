@@ -1,8 +1,7 @@
-"""Every benchmark takes what `graftwork bench` gives it, and a figure counts only when its check is green."""
+"""What benchmarks share: a figure counts only when its check is green, and each bound says what it says."""
 
 import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -13,28 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli.admin import app
-from tests.helpers.bench_files import BENCH, load, parsed
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in BENCH.glob("[a-z]*.py")))
-def test_every_benchmark_takes_settings_and_a_folder(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    given = parsed(name, ["--params", str(tmp_path / "p.yaml"), "--out", str(tmp_path)], monkeypatch)
-    assert (str(given["params"]), given["out"]) == (str(tmp_path / "p.yaml"), tmp_path)
+from tests.helpers.bench_files import load
 
 
 def test_the_command_finds_what_a_benchmark_shares_with_the_tests(capfd: pytest.CaptureFixture[str]):
     """Pytest has them on its path; a benchmark that a person runs has what the command gives it."""
     found = CliRunner().invoke(app, ["bench", "storm", "--cold", "many"])
     assert (found.exit_code, "invalid" in capfd.readouterr().err) == (2, True)
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in BENCH.glob("[a-z]*.py")))
-def test_the_bounds_of_a_benchmark_are_typed(name: str, monkeypatch: pytest.MonkeyPatch):
-    module, record = load(name, monkeypatch), sys.modules["_record"]
-    bounds = [bound for names in ("BOUNDS", "TARGETS") for bound in getattr(module, names, {}).values()]
-    assert all(isinstance(bound, record.Bound) for bound in bounds)
 
 
 def test_a_missed_bound_is_named_and_ends_a_benchmark_with_1(
@@ -101,10 +85,14 @@ def test_the_tables_are_made_from_the_file_of_figures(monkeypatch: pytest.Monkey
         assert path.read_text() == text, f"Run tests/bench/_figures.py: {path.name} differs."
 
 
-def test_nothing_is_written_while_the_check_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_red_check_and_ctrl_c_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     record, run = load("_record", monkeypatch), SimpleNamespace(name="one", is_interrupted=False)
     with pytest.raises(SystemExit, match="correctness check failed"):
         record.report(run, record.Figures({"a": 1.0}), {}, False, tmp_path)
+    run.is_interrupted = True
+    with pytest.raises(SystemExit) as ended:
+        record.report(run, record.Figures({"a": 1.0}), {}, True, tmp_path)
+    assert ended.value.code == load("_run", monkeypatch).INTERRUPTED
     assert list(tmp_path.iterdir()) == []
 
 
@@ -134,19 +122,6 @@ def test_no_number_is_within_a_bound(monkeypatch: pytest.MonkeyPatch):
     assert not any(bound.holds(math.nan) for bound in bounds)
 
 
-def test_each_figure_has_its_median_and_its_range(monkeypatch: pytest.MonkeyPatch):
-    figures = load("_record", monkeypatch).Figures()
-    figures.add({"a": [3.0, 1.0, 2.0], "once": [5.0]}, ".base")
-    assert (figures.values, figures.spreads) == ({"a.base": 2.0, "once.base": 5.0}, {"a.base": "1..3"})
-
-
-def test_a_result_says_what_mkl_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    record = load("_record", monkeypatch)
-    run = SimpleNamespace(name="one", is_interrupted=False, is_long=False)
-    record.report(run, record.Figures({"a": 1.0}), {}, True, tmp_path)
-    assert json.loads((tmp_path / "one.json").read_text())["MKL_CBWR"] == os.environ["MKL_CBWR"]
-
-
 def test_modes_that_do_other_work_are_not_compared(monkeypatch: pytest.MonkeyPatch):
     rounds, account = load("_rounds", monkeypatch), load("_account", monkeypatch).Account({})
 
@@ -160,16 +135,6 @@ def test_modes_that_do_other_work_are_not_compared(monkeypatch: pytest.MonkeyPat
     assert rounds.faults("tiny-moe", [of(0.5)], [of(0.55, "b")]) == []
     worse = rounds.faults("tiny-moe", [of(0.5)] * 3, [of(0.4, "b")] * 3)
     assert worse == ["tiny-moe, 3 policies: scores differ by 0.100, more than 0.058."]
-
-
-def test_every_other_round_begins_with_the_other_mode(monkeypatch: pytest.MonkeyPatch):
-    record = load("_record", monkeypatch)
-    modes = {"one": 1, "other": 2}
-    assert [record.in_turn(modes, n) for n in range(3)] == [
-        ["one", "other"],
-        ["other", "one"],
-        ["one", "other"],
-    ]
 
 
 def test_a_speed_up_is_bounded_where_the_machine_does_not_bound_it(monkeypatch: pytest.MonkeyPatch):

@@ -2,18 +2,12 @@
 
 import math
 import mmap
-import random
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 
-from engine.base.families import BaseShapes
-from engine.base.recipes import RECIPES
-from engine.settings.services import EngineConfig
 from tests.helpers.bench_files import load
 
 TOKENS = (1, 2)
@@ -55,13 +49,6 @@ def test_requests_count_from_the_first_cold_arrival_to_the_last_cold_first_token
     assert values["control_over_calm"] == pytest.approx(2.0)
     assert values["longest_cold_s"] == pytest.approx(2.0)
     assert spreads["over_calm"] == "4..4"
-
-
-def test_a_percentile_is_one_of_the_values(counts):
-    values = list(range(1, 101))
-    random.Random(0).shuffle(values)
-    assert [counts.percentile(values, level) for level in (0.05, 0.5, 0.95, 1.0)] == [5, 50, 95, 100]
-    assert counts.percentile([3.0]) == 3.0
 
 
 def test_a_request_without_a_first_token_is_the_slowest(traffic, counts):
@@ -141,62 +128,6 @@ def test_answers_that_are_not_their_adapters_are_red(monkeypatch: pytest.MonkeyP
     assert answers.faults("b", [same], 0.01, 1.0) == ["b: only 0% of answers differ from another adapter's."]
 
 
-def test_a_storm_has_no_more_adapters_than_the_engine_holds(monkeypatch: pytest.MonkeyPatch):
-    storm = load("storm", monkeypatch)
-    assert storm.sizes([256, 32, 64], 300) == {32: 1.15, 64: math.inf, 256: 1.3}
-    assert storm.sizes([32, 256], 200) == {32: 1.15, 200: 1.3}
-    shapes = BaseShapes.of(RECIPES["tiny-dense"].config())
-    # 16 warm adapters and 8 places to spare; the host tier has the cold ones and as many resident ones.
-    by_slots = EngineConfig(slots=100, host_bytes=1 << 30)
-    by_bytes = EngineConfig(slots=100, host_bytes=100 << 20)
-    assert storm.most_cold(by_slots, shapes, 1 << 20) == 76
-    assert storm.most_cold(by_bytes, shapes, 1 << 20) == 38
-
-
-def test_a_waves_answers_are_told_from_those_of_other_models(monkeypatch: pytest.MonkeyPatch, traffic):
-    wave = load("wave", monkeypatch)
-
-    def answers(*given: tuple[str, int]) -> list:
-        plain = answer(traffic, 0.0, 0.1)
-        return [replace(plain, ask=replace(plain.ask, model=name), ids=(i, 1)) for name, i in given]
-
-    found = {
-        "cold": answers(("a", 1), ("b", 2), ("c", 3)),
-        "one": answers(("a", 1), ("a", 2), ("a", 9)),
-        "base": answers(("base", 1), ("base", 2), ("base", 3)),
-    }
-    assert wave.unlike(found, "base") == 0
-    # The first of the wave is that one adapter's own.
-    assert wave.unlike(found, "one") == 0.5
-
-
-def test_arrivals_are_the_same_for_a_seed_and_have_their_rate(traffic):
-    times = traffic.arrivals(random.Random(5), 20.0, 500.0)
-    assert times == traffic.arrivals(random.Random(5), 20.0, 500.0)
-    assert times == sorted(times)
-    assert 0 < times[0] < times[-1] < 500
-    assert len(times) / 500 == pytest.approx(20, rel=0.05)
-
-
-def test_every_other_alternation_begins_with_the_control(monkeypatch: pytest.MonkeyPatch):
-    record = load("_record", monkeypatch)
-    orders = [record.in_turn({"storm": 1, "control": 2}, number) for number in range(3)]
-    assert orders == [["storm", "control"], ["control", "storm"], ["storm", "control"]]
-
-
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_made_adapters_differ_in_signs_alone(monkeypatch: pytest.MonkeyPatch, itemsize: int):
-    made = load("_made", monkeypatch)
-    payload = np.random.default_rng(0).bytes(256)
-    given = np.frombuffer(payload, np.uint8)
-    one, again, other = (made.with_signs(given, itemsize, number) for number in (1, 1, 2))
-    assert one.tobytes() == again.tobytes() != other.tobytes()
-    # The sign is the top bit of each little-endian word.
-    rest = np.array([0xFF] * (itemsize - 1) + [0x7F], np.uint8)
-    assert ((one ^ given).reshape(-1, itemsize) & rest).sum() == 0
-    assert (one != given).any()
-
-
 def test_memory_that_grows_with_names_is_red(monkeypatch: pytest.MonkeyPatch):
     flat = load("_flat", monkeypatch)
     memory = flat.Memory()
@@ -229,26 +160,3 @@ def test_the_page_cache_of_a_file_is_counted_in_pages(monkeypatch: pytest.Monkey
     monkeypatch.setattr(density, "_made", made)
     with pytest.raises(RuntimeError, match=f"{5 * mmap.PAGESIZE} of .* stayed in the page cache"):
         density.drop([file])
-
-
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no tmpfs to write to")
-def test_density_refuses_files_in_memory(monkeypatch: pytest.MonkeyPatch):
-    density = load("_density", monkeypatch)
-    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
-        file.write(b"x" * mmap.PAGESIZE)
-        file.flush()
-        assert density.filesystem(Path(file.name)) == "tmpfs"
-        with pytest.raises(RuntimeError, match="is on tmpfs, which is memory"):
-            density.drop([Path(file.name)])
-
-
-def test_processes_are_told_by_what_they_are(monkeypatch: pytest.MonkeyPatch):
-    flat = load("_flat", monkeypatch)
-    server = ["python", "-m", "engine.serving.server", "--params", "p.json"]
-    lines = [
-        ["python", "-m", "engine.process_reaper", "pid", "9", *server],
-        server,
-        ["VLLM::EngineCore"],
-        ["python", "-c"],
-    ]
-    assert [flat.title_of(line) for line in lines] == ["guard", "api_server", "EngineCore", "helper"]

@@ -121,3 +121,13 @@ def test_ctrl_c_ends_a_run_with_what_it_has(run: ModuleType):
     assert one.repeats("turn", take) == [0, 1]
     assert one.is_interrupted
     assert one.repeats("next part", take) == []
+
+
+def test_ctrl_c_before_a_part_ends_a_run_with_what_it_has(run: ModuleType):
+    one = run.Run("one", False)
+    assert one.repeats("turn", lambda number: number, most=1) == [0]
+    with one.preparing():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+        raise AssertionError
+    assert one.parts(lambda: 1) == []
