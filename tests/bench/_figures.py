@@ -13,9 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from _verdicts import UNDECIDED
+
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 FILE = DOCS / "figures.json"
 COLUMNS = ("figure", "bound", "value", "spread", "repeats", "command", "hardware", "commit")
+DECIDED = ("yes", "no")
 SUMMARY = ("figure", "bound", "value")
 Row = dict[str, str]
 BEGIN, END = "<!-- Written by tests/bench/_figures.py from figures.json -->", "<!-- end -->"
@@ -57,6 +60,9 @@ def _place(pages: dict[str, list[Row]], key: str, row: Row) -> None:
     for rows in pages.values():
         for old in rows:
             if old.get("key") == key:
+                # What was decided stays, with its commit, until another run decides.
+                if row["met"] == UNDECIDED and old.get("met", "").partition(",")[0] in DECIDED:
+                    return
                 # The page's own words for the figure stay.
                 old.update({name: value for name, value in row.items() if name != "figure"})
                 return

@@ -79,6 +79,24 @@ def test_all_benchmarks_go_on_where_they_stopped(tmp_path: Path, monkeypatch: py
     assert (row["figure"], row["commit"], row["met"]) == ("`a`: `ratio`", "abc", "no")
 
 
+def test_an_undecided_figure_leaves_the_one_that_was_decided(monkeypatch: pytest.MonkeyPatch):
+    figures = load("_figures", monkeypatch)
+    known: dict = {"runs": {}, "pages": {}}
+    whole = {"is_long": True, "hardware": "here", "commit": "c0ffee1"}
+    row = dict.fromkeys(figures.COLUMNS, "") | {"figure": "ratio"}
+    for met, commit, said in (
+        ("yes", "c0ffee1", "1.2"),
+        ("undecided", "c0ffee2", "1.1"),
+        ("no", "c0ffee3", "1.0"),
+    ):
+        result = whole | {"commit": commit, "rows": [row | {"value": said, "met": met}]}
+        figures.take(known, "toy", "graftwork bench toy", result)
+        (kept,) = known["pages"]["toy.md"]
+        want = "c0ffee1" if met == "undecided" else commit
+        assert (kept["commit"], kept["met"]) == (want, "yes" if met == "undecided" else met)
+        assert known["runs"]["toy"]["commit"] == commit
+
+
 def test_the_tables_are_made_from_the_file_of_figures(monkeypatch: pytest.MonkeyPatch):
     figures = load("_figures", monkeypatch)
     for path, text in figures.pages(figures.load()).items():
