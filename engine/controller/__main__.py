@@ -24,33 +24,17 @@ from engine.controller.mlflow_aliases import AliasMirror
 from engine.controller.mlflow_registry import open_registry
 from engine.controller.notifications import NotificationSender
 from engine.controller.route_changes import outlast_lease
-from engine.errors import GraftworkError, PortInUse
+from engine.errors import GraftworkError
 from engine.security.credentials import USER, credential, known_credential
 from engine.security.http import server_options, trusted
+from engine.services.ports import bind
 from engine.settings.params import Params, load_params
-from engine.settings.services import Listener
 from engine.threads import PeriodicThread, background
-
-
-def bind(listener: Listener) -> socket.socket:
-    """Return a socket bound to the listener's address; raises `PortInUse` when another process holds it."""
-    family = socket.AF_INET if listener.listen.version == 4 else socket.AF_INET6
-    server = socket.socket(family, socket.SOCK_STREAM)
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        server.bind((str(listener.listen), listener.port))
-    except OSError as error:
-        server.close()
-        raise PortInUse(
-            f"Port {listener.port} is in use ({error.strerror}). Stop the process that listens there, "
-            "or set controller.port in params.yaml to a free port."
-        ) from None
-    return server
 
 
 def serve(params: Params) -> None:
     """Run the controller until SIGTERM or SIGINT; raises the error that stopped its loop, if any."""
-    listener = bind(params.controller)
+    listener = bind(params.controller, "controller")
     migrate(params.paths.catalog_url)
     # The holder is not the process id: after a kill, the next controller of this state directory renews the
     # lease at once. The ledger's lock and the lease's fence exclude the old process.

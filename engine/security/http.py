@@ -4,7 +4,6 @@ A Host allow-list stops DNS rebinding: a web page whose name resolves to 127.0.0
 """
 
 import hmac
-import socket
 from collections.abc import Collection
 from typing import Any
 
@@ -13,7 +12,6 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.errors import ConfigError
 from engine.settings.services import Listener
 
 # What a supervisor or a load balancer asks without a key.
@@ -56,18 +54,6 @@ def trusted(app: ASGIApp, listener: Listener) -> ASGIApp:
 def guarded(app: ASGIApp, listener: Listener, key: str) -> ASGIApp:
     """Return the app behind a Host allow-list and a key."""
     return trusted(KeyRequired(app, key), listener)
-
-
-def refuse_taken_port(listener: Listener) -> None:
-    """Raise `ConfigError` where another program listens; the server would say so once all is loaded."""
-    family = socket.AF_INET6 if listener.listen.version == 6 else socket.AF_INET
-    try:
-        socket.create_server((str(listener.listen), listener.port), family=family).close()
-    except OSError as error:
-        raise ConfigError(
-            f"Nothing can listen at {listener.listen}, port {listener.port}: {error.strerror}. End what "
-            "listens there, or set another port."
-        ) from error
 
 
 def server_options(listener: Listener) -> dict[str, Any]:

@@ -6,7 +6,6 @@ when it is killed.
 
 import contextlib
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -21,6 +20,7 @@ from engine.errors import ConfigError, Conflict, PortInUse, ServiceError
 from engine.files import write_whole
 from engine.security.credentials import LOGIN_VARIABLES, logins
 from engine.services.own_environments import own_environments
+from engine.services.ports import bind
 from engine.services.supervisor import Supervisor, undisturbed
 from engine.settings.params import Params, Paths, content_hash
 from engine.settings.reproducible import VARIABLE, equal_bits
@@ -361,22 +361,17 @@ def held_ports(params: Params, names: Collection[str]) -> dict[str, int]:
     held = {}
     for name in names:
         listener = params.listener(name)
-        family = socket.AF_INET if listener.listen.version == 4 else socket.AF_INET6
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((str(listener.listen), listener.port))
-            except OSError:
-                held[name] = listener.port
+        try:
+            bind(listener, name).close()
+        except PortInUse:
+            held[name] = listener.port
     return held
 
 
 def _check_ports(params: Params, chosen: Sequence[Service]) -> None:
-    for name, port in held_ports(params, [service.name for service in chosen if service.health]).items():
-        raise PortInUse(
-            f"Port {port} of the {name} service is already in use by another program. "
-            f"Stop that program, or set `{name}.port` in params.yaml."
-        )
+    for service in chosen:
+        if service.health:
+            bind(params.listener(service.name), service.name).close()
 
 
 def check_base(params: Params, chosen: Sequence[Service]) -> None:

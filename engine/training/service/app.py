@@ -16,6 +16,7 @@ import math
 import os
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +29,8 @@ from engine.errors import Busy, Cancelled, ConfigError, GraftworkError, ServiceE
 from engine.planning.host import free_bytes, microbatch_tokens, takes_all_cores
 from engine.process_reaper import die_with_parent
 from engine.security.credentials import credential
-from engine.security.http import HEALTH, guarded, refuse_taken_port, server_options
+from engine.security.http import HEALTH, guarded, server_options
+from engine.services.ports import bind
 from engine.settings.params import Params, load_params
 from engine.settings.reproducible import equal_bits
 from engine.training.service import protocol
@@ -309,11 +311,10 @@ def main() -> None:
     os.nice(NICENESS)
     try:
         ranks = join(params)
-        if not ranks or ranks.number == 0:
-            refuse_taken_port(params.trainer)
-    except ConfigError as error:
+        listener = None if ranks and ranks.number else bind(params.trainer, "trainer")
+    except GraftworkError as error:
         parser.exit(error.exit_code, f"{error}\n")
-    if ranks and ranks.number:
+    if ranks and not listener:
         from engine.base.resident import ensure_base
 
         load_part(params, ensure_base(params.base, params.paths), ranks).follow()
@@ -322,7 +323,9 @@ def main() -> None:
     if ranks:
         ranks.lead()
     app = guarded(make_app(trainer), params.trainer, credential(params.paths, "trainer"))
-    uvicorn.run(app, access_log=False, **server_options(params.trainer))
+    config = uvicorn.Config(app, access_log=False, **server_options(params.trainer))
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listener] if listener else None)
     trainer.close()
     if ranks:
         ranks.close()

@@ -15,7 +15,15 @@ import torch
 
 from engine.adapters import packed, revision
 from engine.catalog.catalog import Catalog, migrate
-from engine.errors import AdapterError, BaseModelError, ConfigError, Conflict, NotFound, ServiceError
+from engine.errors import (
+    AdapterError,
+    BaseModelError,
+    ConfigError,
+    Conflict,
+    NotFound,
+    PortInUse,
+    ServiceError,
+)
 from engine.publishing.publish import stored_tensors
 from engine.quality.probe import from_json
 from engine.security.credentials import credential
@@ -250,6 +258,6 @@ def test_faults_are_sentences(service):
 def test_a_taken_port_is_a_sentence(service):
     command = [sys.executable, "-m", "engine.training.service.app", "--params", str(service.file)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=os.environ)
-    assert run.returncode == 2
-    assert "another port" in run.stderr
+    assert run.returncode == PortInUse.exit_code
+    assert "`trainer.port`" in run.stderr
     assert "Traceback" not in run.stderr
