@@ -242,7 +242,8 @@ def main() -> None:
     if asked + more:
         values["request_us"] = (own_s + more_s) / (asked + more) * 1e6
     values |= ratios(values)
-    draw(values, given.out / "canary.png")
+    if more:
+        draw(values, given.out / "canary.png")
     # A rule that never decides would never be wrong.
     correct = values.get("rollback_share.ours.30", 1.0) > 0.99
     correct &= values.get("aa_undecided.rollback.plain", 0.0) < 0.5
