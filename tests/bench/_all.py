@@ -17,7 +17,7 @@ from typing import Any
 
 import _figures as figures
 import _record as record
-from _run import INTERRUPTED, LONG_MINUTES, MINUTES, clock
+from _run import INTERRUPTED
 
 from engine.settings.params import load_params
 from flows.cli.admin import run_patiently
@@ -84,8 +84,7 @@ def main() -> None:
     left = [name for name in asked if not is_measured(known["runs"].get(name), given.long)]
     print(f"{len(asked) - len(left)} of {len(asked)} were measured at this code already.", flush=True)
     for number, name in enumerate(left):
-        most = (len(left) - number) * (LONG_MINUTES if given.long else MINUTES)
-        print(f"{name}: {number + 1} of {len(left)}; all end by {clock(60 * most)}.", flush=True)
+        print(f"{name}: {number + 1} of {len(left)}.", flush=True)
         try:
             short += measure(known, name, ["--long"] * given.long, given.params)
         except KeyboardInterrupt:

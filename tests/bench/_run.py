@@ -1,7 +1,8 @@
 """One run of a benchmark: its time, what it says meanwhile, and how it ends.
 
-A benchmark's default form ends after `MINUTES`, its `--long` form when its figures are known. Ctrl-C ends
-both with what they have: what was measured until then is shown, and nothing is written.
+A benchmark's default form measures for `MINUTES` at most, its `--long` form until its figures are known; the
+starts of services before and between its parts are not cut off. Ctrl-C ends both with what they have: what
+was measured until then is shown, and nothing is written.
 """
 
 import argparse
@@ -59,7 +60,7 @@ class Run:
         self.minutes = LONG_MINUTES if is_long else minutes
         self._began = time.monotonic()
         self._said = -SAYS_S
-        print(f"bench {name}: until {clock(60 * self.minutes)} at the latest; Ctrl-C ends it.", flush=True)
+        print(f"bench {name}: measures until {clock(60 * self.minutes)}; Ctrl-C ends it.", flush=True)
 
     @property
     def left_s(self) -> float:

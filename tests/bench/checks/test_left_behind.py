@@ -4,15 +4,13 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from engine.base.recipes import RECIPES
 from tests.helpers.bench_files import BENCH
-from tests.helpers.live import left_behind
+from tests.helpers.live import eventually, left_behind
 
 # A server with a child in a session of its own: its parent's signals and its group's do not reach it.
 SERVER = """
@@ -51,13 +49,6 @@ root = sys.argv[1]
 {}
 time.sleep(600)
 """
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 20) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
