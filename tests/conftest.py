@@ -176,7 +176,8 @@ def one_thread() -> None:
 def schema_once() -> Iterator[None]:
     """Migrate one empty SQLite catalog of a process; give the others its tables, an own id and an own secret.
 
-    Its migrations take sixty milliseconds, a thousand times. test_two_versions.py starts from each of them.
+    Its migrations take sixty milliseconds, a thousand times. They run once in a process here, from 0010 in
+    test_two_versions.py, and on Postgres each time.
     """
     migrations, statements = catalog_module.upgrade, list[str]()
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import pytest
 
 from engine.settings.params import served_name
-from tests.helpers.main_job import eventually, run_job, short_policies
+from tests.helpers.live import eventually, left_behind
+from tests.helpers.main_job import run_job, short_policies
 from tests.helpers.operated import POLICY, QUICKSTART, Operated, graftwork, write_settings
 from tests.helpers.repository import ROOT
 
@@ -33,10 +33,7 @@ def people(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
     finally:
         stopped = graftwork("down", settings=settings)
     assert stopped.returncode == 0, stopped.stderr
-    left = [
-        one for one in psutil.process_iter(["cmdline"]) if str(state) in " ".join(one.info["cmdline"] or [])
-    ]
-    assert not [one for one in left if one.status() != psutil.STATUS_ZOMBIE]
+    assert not left_behind(state)
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -20,7 +19,7 @@ from engine.security.credentials import known_credential
 from engine.services import lifecycle as services
 from engine.settings.params import Params, load_params
 from engine.training.service.client import TrainerClient
-from tests.helpers.live import free_port
+from tests.helpers.live import eventually, free_port
 from tests.helpers.operated import POLICY, Operated
 from tests.helpers.repository import ROOT
 
@@ -63,13 +62,6 @@ def params(file: Path) -> Iterator[Params]:
 def command(*arguments: object) -> list[str]:
     *words, file = map(str, arguments)
     return [sys.executable, "-m", "flows.cli", *words, "--params", file]
-
-
-def eventually(condition: Callable[[], Any], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not (met := condition()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return bool(met)
 
 
 def step_of(params: Params, policy: str) -> int:

@@ -16,8 +16,7 @@ from engine.catalog.catalog import Catalog
 from engine.settings.params import load_params, served_name
 from tests.flows.conftest import Second
 from tests.helpers import command_line
-from tests.helpers.live import left_behind
-from tests.helpers.main_job import eventually
+from tests.helpers.live import eventually, left_behind
 from tests.helpers.operated import POLICY, Operated, write_settings
 from tests.helpers.parity import Reference, ask, differences, prompts
 from tests.helpers.repository import ROOT

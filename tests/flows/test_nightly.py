@@ -1,16 +1,17 @@
 """The nightly run: by its schedule, with what is new since the night before, and never two at once."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from engine.catalog.catalog import open_catalog
+from tests.helpers.live import eventually
 from tests.helpers.operated import POLICY, Operated, write_sums
 
 pytestmark = [pytest.mark.heavy(minutes=9), pytest.mark.timeout(600)]
-SOON_S = 15
+SOON_S, WAIT_S = 15, 240
 
 
 @pytest.fixture(scope="module")
@@ -40,19 +41,12 @@ def night(people: Operated, quickstart: str) -> Iterator[str]:
         return people.prefect.post("/flow_runs/filter", json=body).raise_for_status().json()
 
     try:
-        wait_for(lambda: fired("RUNNING", "COMPLETED"), "No nightly run has started.")
+        assert eventually(lambda: fired("RUNNING", "COMPLETED"), WAIT_S), "No nightly run has started."
     finally:
         people.prefect.delete(f"{at}/{added['id']}").raise_for_status()
-    wait_for(lambda: fired("COMPLETED"), "No nightly run has completed.")
+    assert eventually(lambda: fired("COMPLETED"), WAIT_S), "No nightly run has completed."
     yield champion
     people.run("hold", policy=POLICY, reason="The test is over.")
-
-
-def wait_for(condition: Callable[[], Any], otherwise: str) -> None:
-    deadline = time.monotonic() + 240
-    while not condition():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.5)
 
 
 def test_nightly_has_the_schedule_of_the_settings(people: Operated) -> None:
@@ -76,7 +70,7 @@ def test_new_data_is_adapted_at_night_and_passes_the_score_gate(people: Operated
             found = catalog.releases.all(POLICY, open_only=True)
         return [release for release in found if release.step == "canary"]
 
-    wait_for(in_canary, "No release of the night has reached its canary.")
+    assert eventually(in_canary, WAIT_S), "No release of the night has reached its canary."
     (release,) = in_canary()
     assert night.endswith(str(release.baseline)[:12])
 

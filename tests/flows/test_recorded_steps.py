@@ -6,7 +6,7 @@ import yaml
 from engine.settings.params import load_params
 from engine.training import loop
 from engine.training.service.protocol import AdamParams
-from tests.helpers.main_job import eventually
+from tests.helpers.live import eventually
 from tests.helpers.operated import Operated
 
 pytestmark = [pytest.mark.heavy(minutes=9), pytest.mark.timeout(600)]

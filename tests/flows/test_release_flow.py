@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +25,7 @@ from engine.settings.services import ControllerConfig
 from flows import release as flow
 from tasks import approval, release, steps
 from tests.helpers.canary_users import Users
+from tests.helpers.live import eventually
 from tests.helpers.rows import NEW, OLD, fill
 
 STEPS = 7
@@ -52,13 +52,6 @@ def controller(params: Params) -> Iterator[Controller]:
     controller.stop()
     turning.join()
     controller.close()
-
-
-def eventually(condition: Callable[[], Any], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def numbered(step: Callable[..., Any], countdown: Iterator[int], last: int | None) -> Callable[..., Any]:
@@ -123,17 +116,17 @@ def test_a_flow_that_is_killed_changes_nothing(
 
     def answer() -> None:
         """Approve the release, and have users reject its canary."""
-        eventually(lambda: any(one.step == "approval" for one in catalog.releases.all()))
+        assert eventually(lambda: any(one.step == "approval" for one in catalog.releases.all()))
         with controller.lock:
             controller.decisions.approve(catalog.releases.all()[0].id, "ann", "It looks right.")
-        eventually(lambda: catalog.routes.get("sorting").canary == NEW)
+        assert eventually(lambda: catalog.routes.get("sorting").canary == NEW)
         users.crowd(canary=0.0, baseline=1.0, pairs=8)
 
     people = threading.Thread(target=answer)
     people.start()
     assert run(last) == last
     people.join()
-    eventually(lambda: not catalog.releases.all(open_only=True))
+    assert eventually(lambda: not catalog.releases.all(open_only=True))
     (ended,) = catalog.releases.all()
     assert (ended.state, ended.approved["by"]) == ("rolled_back", "ann")
     assert catalog.tombstones.find("sorting", NEW) is not None
@@ -146,7 +139,7 @@ def test_the_flow_has_no_more_steps_than_those(
 ) -> None:
     def hold() -> None:
         with Catalog(params.paths.catalog_url) as catalog:
-            eventually(lambda: catalog.releases.all())
+            assert eventually(lambda: catalog.releases.all())
             with controller.lock:
                 controller.decisions.hold(catalog.releases.all()[0].id, "ann", "Enough.")
 

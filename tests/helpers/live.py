@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,6 +53,14 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise AssertionError("This process has taken every port.")
+
+
+def eventually(condition: Callable[[], object], seconds: float = 60) -> bool:
+    """Wait until the condition holds; return whether it does."""
+    deadline = time.monotonic() + seconds
+    while not (met := bool(condition())) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return met
 
 
 def left_behind(root: Path) -> list[str]:

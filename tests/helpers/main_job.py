@@ -18,7 +18,7 @@ from engine.catalog.catalog import Catalog
 from engine.errors import GraftworkError
 from engine.settings.params import Paths, load_params
 from engine.training.service.client import TrainerClient
-from tests.helpers.live import left_behind
+from tests.helpers.live import eventually, left_behind
 from tests.helpers.operated import write_settings
 from tests.helpers.repository import ROOT
 
@@ -58,14 +58,6 @@ def run_job(params: Path) -> float:
     with graftwork("run", "--params", str(params), log=log) as process:
         assert process.wait(timeout=LONGEST_S) == 0, log.read_text()[-6000:]
     return time.monotonic() - began
-
-
-def eventually(condition: Callable[[], Any], seconds: float) -> bool:
-    """Wait until the condition holds; return whether it does."""
-    deadline = time.monotonic() + seconds
-    while not (met := condition()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return bool(met)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,13 @@ APP = ("-m", "engine.training.service.app", "--params")
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
 # Rows of a microbatch in these tests: a budget of 64 tokens, and rows of 8 tokens, of which 7 are computed.
 ROWS = 9
+
+
+def variables(process: psutil.Process) -> dict[str, str]:
+    """Return a process's environment, or none where it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return process.environ()
+    return {}
 
 
 class RankedService(Service):
@@ -65,7 +73,7 @@ class RankedService(Service):
         """Return the process of a rank that torchrun has started."""
         (launcher,) = self.processes
         ranks = psutil.Process(launcher.pid).children()
-        return next(one for one in ranks if one.environ().get("RANK") == str(number))
+        return next(one for one in ranks if variables(one).get("RANK") == str(number))
 
     def stop(self) -> None:
         for process in self.processes:

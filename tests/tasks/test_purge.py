@@ -4,7 +4,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from tasks import purge as purging
 from tasks.purged_names import reuse_purged_name
 from tests.helpers.catalog_migrations import upgrade_to
 from tests.helpers.kept_adapters import BASE, add_policy, keep, settings
+from tests.helpers.live import eventually
 
 # What must be in no file afterwards; random, so that no compression hides it.
 SECRET = os.urandom(600).hex()
@@ -391,7 +392,7 @@ def test_a_running_controller_purges_its_own_ledger(params, catalog, monkeypatch
     key = catalog.keys.ensure_local(params.paths.local_key)
     with running(params) as controller:
         built = controller.last_tick
-        wait_for(lambda: controller.last_tick > built)
+        assert eventually(lambda: controller.last_tick > built)
         mirror = AliasMirror(catalog, controller.decisions, controller.lock, Registry(None))
         client = TestClient(build_app(controller, mirror))
         refused = client.post("/purge", json={"policy": "gone"})
@@ -431,13 +432,6 @@ def test_a_running_controller_purges_its_own_ledger(params, catalog, monkeypatch
         with open_snapshot(params.paths.ledger_snapshot) as ledger:
             assert ledger.execute("SELECT count(*) FROM scores").fetchone() == (2,)
     assert is_anywhere(params, SECRET.encode()) == []
-
-
-def wait_for(happened: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not happened() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert happened()
 
 
 def test_a_controller_that_does_not_answer_is_said_and_the_rest_is_not_repeated(params, catalog):

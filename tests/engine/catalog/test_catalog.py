@@ -454,16 +454,17 @@ def test_a_server_that_is_down_is_asked_once_in_a_while(
             asked.append(engine)
             raise ServiceError("The catalog cannot be read.")
 
-        monkeypatch.setattr(catalog_changes, "POLL_S", 0.3)
+        monkeypatch.setattr(catalog_changes, "POLL_S", 60.0)
         monkeypatch.setattr(catalog.access, "read", down)
         for _ in range(5):
             with pytest.raises(ServiceError, match="cannot be read"):
                 catalog.changes.version()
         assert len(asked) == 1
         monkeypatch.setattr(catalog.access, "read", read)
-        time.sleep(0.31)
+        monkeypatch.setattr(catalog_changes, "POLL_S", 0.0)
+        began = time.monotonic()
         catalog.changes.version()
-        assert catalog.changes.age() < 0.3
+        assert catalog.changes.age() <= time.monotonic() - began
         time.sleep(0.1)
         assert catalog.changes.age() >= 0.1
 
@@ -477,7 +478,7 @@ def test_nobody_waits_again_for_a_server_that_says_nothing(
     silent = socket.create_server(("127.0.0.1", 0))
     with silent, closing(Catalog(url)) as catalog:
         catalog.access.engine.dispose()
-        monkeypatch.setattr(catalog_access, "SILENT_MOST_S", 2.0)
+        monkeypatch.setattr(catalog_access, "SILENT_MOST_S", 4.0)
 
         def elsewhere(*args: Any, **options: Any) -> object:
             options |= {"host": "127.0.0.1", "port": silent.getsockname()[1]}
@@ -496,9 +497,10 @@ def test_nobody_waits_again_for_a_server_that_says_nothing(
                 ask()
             waited.append(time.monotonic() - began)
         assert waited[0] > 1.0
-        assert max(waited[1:]) < 0.1
+        # Each but the first is told at once; together they fit in the pause.
+        assert sum(waited[1:]) < 1.0
         monkeypatch.undo()
-        time.sleep(2.0)
+        time.sleep(4.0)
         with pytest.raises(NotFound):
             catalog.routes.get("sorting")
 

@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from engine.controller.route_changes import LEASE
 from engine.errors import ConfigError, Conflict, NotFound, ServiceError
 from tests.helpers.command_line import graftwork
 from tests.helpers.kept_adapters import bare
+from tests.helpers.live import eventually
 from tests.helpers.postgres import fresh_database
 
 Rows = dict[str, list[dict[str, Any]]]
@@ -130,7 +132,8 @@ def test_it_is_as_of_one_moment_while_others_write(sqlite_catalog_url: str, post
     writer.start()
     try:
         for turn in range(3):
-            time.sleep(0.2)
+            # It writes more meanwhile.
+            assert eventually(partial(has_more, sqlite_catalog_url, turn))
             target = fresh_database(postgres_server)
             copy_catalog(sqlite_catalog_url, target)
             with closing(Catalog(target)) as copy:
@@ -141,6 +144,11 @@ def test_it_is_as_of_one_moment_while_others_write(sqlite_catalog_url: str, post
     finally:
         stop.set()
         writer.join(10)
+
+
+def has_more(url: str, policies: int) -> bool:
+    with closing(Catalog(url)) as catalog:
+        return catalog.policies.count() > policies
 
 
 def write_on(url: str, stop: Any) -> None:

@@ -6,8 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -18,6 +17,7 @@ from engine.errors import ConfigError, Conflict, PortInUse, ServiceError
 from engine.services import lifecycle as services
 from engine.services.supervisor import Supervisor
 from engine.settings.params import Params
+from tests.helpers.live import eventually
 from tests.helpers.own_ports import own_ports
 
 # A server that ignores SIGTERM's spirit: it leaves a child in a session of its own behind.
@@ -47,13 +47,6 @@ def marked(root: Path) -> list[psutil.Process]:
         if named and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process)
     return found
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 20) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from engine.training.lineage import Line
 from engine.training.rollout_data import Source
 from engine.training.rollouts import Sample, Sampling, sample_groups
 from engine.training.spread import Engines, sample_over
-from tests.helpers.live import free_port, start_engine, stop_engine
+from tests.helpers.live import eventually, free_port, start_engine, stop_engine
 
 SAMPLING = Sampling(group_size=3, max_tokens=4, seed=11, timeout_s=30, patience_s=5)
 PROMPTS = [[40 + number, 50] for number in range(7)]
@@ -156,7 +156,7 @@ def test_an_engine_killed_in_the_middle(start: Any) -> None:
     """Its connection breaks while the others have answered, and then nothing listens at its address."""
     good, bad = start(), start(hangs)
     whole = background(lambda: drawn(good, bad))
-    until(lambda: bad.asked and good.asked)
+    assert eventually(lambda: bad.asked and good.asked)
     bad.close()
     assert whole.result(60) == drawn(start())
     assert bad.sizes == [3]
@@ -170,7 +170,7 @@ def test_an_engine_that_falls_silent_is_left(start: Any) -> None:
     whole = background(
         lambda: sample_over(lambda: list(live), "key", "sums@1", PROMPTS, SAMPLING, look_s=0.05)
     )
-    until(lambda: silent.asked and good.asked)
+    assert eventually(lambda: silent.asked and good.asked)
     live.remove(silent.url)
     assert whole.result(60) == drawn(start())
     assert sorted(good.sizes) == [3, 4]
@@ -183,9 +183,9 @@ def test_a_late_answer_of_an_engine_that_was_left_is_taken_once(start: Any) -> N
     whole = background(
         lambda: sample_over(lambda: list(live), "key", "sums@1", PROMPTS, SAMPLING, look_s=0.05)
     )
-    until(lambda: slow.asked and good.asked)
+    assert eventually(lambda: slow.asked and good.asked)
     live.remove(slow.url)
-    until(lambda: len(good.asked) == 2)
+    assert eventually(lambda: len(good.asked) == 2)
     slow.released.set()
     assert whole.result(60) == drawn(start())
 
@@ -214,16 +214,9 @@ def test_a_joining_engine_takes_a_failed_piece(start: Any) -> None:
     whole = background(
         lambda: sample_over(lambda: list(live), "key", "sums@1", PROMPTS, SAMPLING, look_s=0.05)
     )
-    until(lambda: bad.asked)
+    assert eventually(lambda: bad.asked)
     live.append(late.url)
     assert whole.result(60) == drawn(start())
-
-
-def until(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # Which engines
@@ -327,7 +320,7 @@ def test_two_live_engines_one_killed_give_the_tokens_of_one(tiny_base: Path, tmp
         asked, sampling = prompts(24), Sampling(group_size=8, max_tokens=48, seed=5)
         alone = sample_groups(one.url, one.key, model, asked, sampling)
         engines = Engines(one.catalog, one.base_digest, one.url)
-        until(lambda: len(engines.urls()) == 2)
+        assert eventually(lambda: len(engines.urls()) == 2)
         assert sample_over(engines.urls, one.key, model, asked, sampling) == alone
         began = time.monotonic()
         sample_groups(two.url, two.key, model, asked[12:], sampling)
