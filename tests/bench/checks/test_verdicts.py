@@ -1,10 +1,11 @@
 """Verdicts of benchmarks: how often an interval is wrong, what few pairs show, and how a run ends."""
 
 import math
-import os
 import signal
 import time
+from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import partial
 from itertools import islice
 from types import ModuleType
 
@@ -109,13 +110,20 @@ def test_a_part_keeps_to_its_time(run: ModuleType, capsys: pytest.CaptureFixture
     assert "ends by" in capsys.readouterr().out
 
 
-def test_ctrl_c_ends_a_run_with_what_it_has(run: ModuleType):
+@pytest.fixture
+def ctrl_c() -> Iterator[Callable[[], None]]:
+    """Press it, also in a process that a shell has started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield partial(signal.raise_signal, signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_a_run_with_what_it_has(run: ModuleType, ctrl_c: Callable[[], None]):
     one = run.Run("one", False)
 
     def take(number: int) -> int:
         if number == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)
+            ctrl_c()
         return number
 
     assert one.repeats("turn", take) == [0, 1]
@@ -123,11 +131,10 @@ def test_ctrl_c_ends_a_run_with_what_it_has(run: ModuleType):
     assert one.repeats("next part", take) == []
 
 
-def test_ctrl_c_before_a_part_ends_a_run_with_what_it_has(run: ModuleType):
+def test_ctrl_c_before_a_part_ends_a_run_with_what_it_has(run: ModuleType, ctrl_c: Callable[[], None]):
     one = run.Run("one", False)
     assert one.repeats("turn", lambda number: number, most=1) == [0]
     with one.preparing():
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(1)
+        ctrl_c()
         raise AssertionError
     assert one.parts(lambda: 1) == []
