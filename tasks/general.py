@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from statistics import fmean
 
+from engine.base.prompts import tokenizer_of
 from engine.base.resident import ensure_base
 from engine.clients.engine import EngineClient
 from engine.problems.general_text import GENERAL, general_text, text_digest, windows_of
@@ -44,10 +45,8 @@ def score_general(params: Params, policy: str, digest: str | None, key: str) -> 
     Asks the engine for the tokens' log-probabilities, with `key` of scope score or admin; scores that the
     ledger has are reused. Raises the errors of `EngineClient.logprobs`.
     """
-    from transformers import AutoTokenizer
-
     started = time.monotonic()
-    tokenizer = AutoTokenizer.from_pretrained(ensure_base(params.base, params.paths).path)
+    tokenizer = tokenizer_of(ensure_base(params.base, params.paths).path)
     windows = windows_of(tokenizer.encode(general_text(), add_special_tokens=False, verbose=False))
     suite = _suite(windows, params)
     with EngineClient(params.url("engine"), key, "score", TIMEOUT_S) as engine:

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from engine.base.prompts import prompt_text
+from engine.base.prompts import prompt_text, tokenizer_of
 from engine.base.resident import ensure_base
 from engine.problems.jsonl import JsonlRow, prompt_hash
 from engine.problems.procedural import Problem
@@ -152,10 +152,8 @@ def _distinct(rows: Iterator[JsonlRow]) -> Iterator[JsonlRow]:
 
 def main() -> None:
     """Write data and suite of each policy for the chat template of the settings' base."""
-    from transformers import AutoTokenizer
-
     params = load_params(SETTINGS)
-    tokenizer = AutoTokenizer.from_pretrained(ensure_base(params.base, params.paths).path)
+    tokenizer = tokenizer_of(ensure_base(params.base, params.paths).path)
     for name, rows in ROWS.items():
         config = params.policies[name]
         rule = {key: getattr(config, key) for key in ("verifier", "max_tokens")}

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from engine.base.fitting import fitted_policy, fitting_settings
-from engine.base.prompts import prompt_text
+from engine.base.prompts import prompt_text, tokenizer_of
 from engine.base.resident import base_config, ensure_base
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.problems.general_text import GENERAL
@@ -238,9 +238,7 @@ def _suite_before(name: str, root: Path) -> Suite | None:
 def _freeze(
     params: Params, name: str, config: PolicyConfig, found: Import, draft: Path, before: Suite | None
 ) -> Suite:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(ensure_base(params.base, params.paths).path)
+    tokenizer = tokenizer_of(ensure_base(params.base, params.paths).path)
 
     def prompt(question: str) -> str:
         return prompt_text(tokenizer, question, config.system, config.few_shot)

@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.base.fitting import fitted_policy
 from engine.base.progress import Progress
-from engine.base.prompts import prompt_text
+from engine.base.prompts import prompt_text, tokenizer_of
 from engine.base.resident import ensure_base, made_path
 from engine.errors import ConfigError, NotFound, ServiceError
 from engine.problems.procedural import TASKS, check_task
@@ -97,10 +97,8 @@ def engine_version(params: Params) -> dict[str, Any]:
 
 
 def _check_prompts(params: Params, config: PolicyConfig, suite: Suite) -> None:
-    from transformers import AutoTokenizer
-
     with resident(params, "suites") as stage:
-        tokenizer = AutoTokenizer.from_pretrained(ensure_base(stage.base, stage.paths).path)
+        tokenizer = tokenizer_of(ensure_base(stage.base, stage.paths).path)
     for item in suite.items:
         if prompt_text(tokenizer, item.question, config.system, config.few_shot) != item.prompt:
             raise ConfigError(

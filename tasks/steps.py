@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 OnStep = Callable[[Mapping[str, Any]], None]
 LAZY = (
-    "transformers:AutoTokenizer",
+    "transformers:PreTrainedTokenizerFast",
     "openai:AsyncOpenAI",
     "lm_eval.evaluator",
     "lm_eval.models.openai_completions",

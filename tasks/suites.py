@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from engine.base.prompts import prompt_text
+from engine.base.prompts import prompt_text, tokenizer_of
 from engine.base.resident import ensure_base
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.problems.procedural import Problem, stream
@@ -230,10 +230,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Freeze the suites of `params.yaml` for the chat template of its base."""
-    from transformers import AutoTokenizer
-
     params = load_params()
-    tokenizer = AutoTokenizer.from_pretrained(ensure_base(params.base, params.paths).path)
+    tokenizer = tokenizer_of(ensure_base(params.base, params.paths).path)
     for policy in params.policies.values():
         suite = build_suite(
             policy.suite,

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from engine.base.fitting import fitted_policy
+from engine.base.prompts import tokenizer_of
 from engine.base.resident import ensure_base
 from engine.clients.engine import EngineClient
 from engine.problems.procedural import check_task
@@ -21,8 +22,6 @@ def try_policy(params: Params, policy: str, key: str) -> Trial:
 
     Raises `ServiceError` when the engine does not run, and the errors of the policy's task and verifier.
     """
-    from transformers import AutoTokenizer
-
     config = fitted_policy(params, policy).config
     config = config.model_copy(update={"groups": max(1, ANSWERS // config.group_size)})
     check_task(config.task)
@@ -31,7 +30,7 @@ def try_policy(params: Params, policy: str, key: str) -> Trial:
         with EngineClient(params.url("engine")) as engine:
             engine.marker()
         base = ensure_base(params.base, params.paths)
-        tokenizer, name = AutoTokenizer.from_pretrained(base.path), Path(params.base.name).name
+        tokenizer, name = tokenizer_of(base.path), Path(params.base.name).name
         source = Source(
             policy, config, Line("", None, config.seed, ()), tokenizer, params.url("engine"), key, name
         )

@@ -8,6 +8,31 @@ from typing import Any
 from engine.errors import ConfigError
 from engine.settings.policies import FewShotExample
 
+# How transformers 5 names a tokenizer that is tokenizer.json alone, and the model types for which
+# AutoTokenizer takes another class all the same.
+GENERIC = "TokenizersBackend"
+OWN_CLASS = frozenset({"qwen2"})
+
+
+def tokenizer_of(path: Path) -> Any:
+    """Return the tokenizer that `AutoTokenizer` gives for a base's directory.
+
+    Its module imports PyTorch's compiler, scikit-learn and pandas: four seconds of a core in each command.
+    For a generic tokenizer its class is taken directly.
+    """
+    named, model = (_json(path / name) for name in ("tokenizer_config.json", "config.json"))
+    if named.get("tokenizer_class") == GENERIC and model.get("model_type") not in OWN_CLASS:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(path)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    return dict(json.loads(file.read_text())) if file.is_file() else {}
+
 
 def prompt_ids(
     tokenizer: Any, question: str, system: str | None = None, few_shot: Sequence[FewShotExample] = ()
@@ -46,10 +71,7 @@ def prompt_text(
 
 def end_tokens(path: Path) -> tuple[int, ...]:
     """Return the end-of-sequence ids of generation_config.json, else the tokenizer's."""
-    file = path / "generation_config.json"
-    found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    found = _json(path / "generation_config.json").get("eos_token_id")
     if found is None:
-        from transformers import AutoTokenizer
-
-        found = AutoTokenizer.from_pretrained(path).eos_token_id
+        found = tokenizer_of(path).eos_token_id
     return tuple(found) if isinstance(found, list) else (int(found),)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.base.families import BaseShapes
+from engine.base.prompts import tokenizer_of
 from engine.base.resident import ensure_base
 from engine.errors import ConfigError
 from engine.ledger.sender import open_spool
@@ -50,8 +51,6 @@ class Run:
 
 def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
     """Open a run's resources; `ConfigError` for settings that would otherwise fail after the rollouts."""
-    from transformers import AutoTokenizer
-
     from engine.training.loss.grpo import loss_of
 
     refuse_unlisted("verifier", config.verifier, params.python_modules)
@@ -64,7 +63,7 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
             f"{params.engine.max_rank}. Raise engine.max_rank and restart the services, or lower `rank`."
         )
     base = ensure_base(params.base, params.paths)
-    tokenizer = AutoTokenizer.from_pretrained(base.path)
+    tokenizer = tokenizer_of(base.path)
     shapes = BaseShapes.read(base.path)
     targets = shapes.targets_on(cuda_bytes() is not None)
     line = line_of(params.paths, policy, config, targets)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.adapters.revision import Manifest
-from engine.base.prompts import end_tokens, prompt_ids
+from engine.base.prompts import end_tokens, prompt_ids, tokenizer_of
 from engine.catalog.catalog import open_catalog
 from engine.errors import ServiceError
 from engine.planning.gpu import planned
@@ -44,9 +44,7 @@ def probe_by_base(params: Params, base: "BaseInfo", say: Callable[[str], object]
     """
 
     def probe(manifest: Manifest, directory: Path) -> Probe:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(base.path)
+        tokenizer = tokenizer_of(base.path)
         prompts = [prompt_ids(tokenizer, question) for question in QUESTIONS]
         with TrainerClient.of(params, patience_s=0.0) as trainer:
             if _serves(trainer, base):
