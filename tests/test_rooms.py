@@ -18,6 +18,7 @@ ROOMS = (
     "engine.threads",
     "engine.shared_cores",
     "engine.settings",
+    "engine.ports",
     "engine.security",
     "engine.quality",
     "engine.problems",

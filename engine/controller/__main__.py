@@ -25,9 +25,9 @@ from engine.controller.mlflow_registry import open_registry
 from engine.controller.notifications import NotificationSender
 from engine.controller.route_changes import outlast_lease
 from engine.errors import GraftworkError
+from engine.ports import bind
 from engine.security.credentials import USER, credential, known_credential
 from engine.security.http import server_options, trusted
-from engine.services.ports import bind
 from engine.settings.params import Params, load_params
 from engine.threads import PeriodicThread, background
 

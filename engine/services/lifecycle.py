@@ -18,9 +18,9 @@ from filelock import FileLock, Timeout
 from engine.base.recipes import PACKAGED, RECIPES
 from engine.errors import ConfigError, Conflict, PortInUse, ServiceError
 from engine.files import write_whole
+from engine.ports import bind
 from engine.security.credentials import LOGIN_VARIABLES, logins
 from engine.services.own_environments import own_environments
-from engine.services.ports import bind
 from engine.services.supervisor import Supervisor, undisturbed
 from engine.settings.params import Params, Paths, content_hash
 from engine.settings.reproducible import VARIABLE, equal_bits

@@ -27,10 +27,10 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from engine.base.prompts import end_tokens
 from engine.errors import Busy, Cancelled, ConfigError, GraftworkError, ServiceError
 from engine.planning.host import free_bytes, microbatch_tokens, takes_all_cores
+from engine.ports import bind
 from engine.process_reaper import die_with_parent
 from engine.security.credentials import credential
 from engine.security.http import HEALTH, guarded, server_options
-from engine.services.ports import bind
 from engine.settings.params import Params, load_params
 from engine.settings.reproducible import equal_bits
 from engine.training.service import protocol
