@@ -56,10 +56,11 @@ def free_port() -> int:
 
 
 def eventually(condition: Callable[[], object], seconds: float = 60) -> bool:
-    """Wait until the condition holds; return whether it does."""
-    deadline = time.monotonic() + seconds
+    """Wait until the condition holds; return whether it does. It is asked ever more rarely."""
+    deadline, pause = time.monotonic() + seconds, 0.01
     while not (met := bool(condition())) and time.monotonic() < deadline:
-        time.sleep(0.02)
+        time.sleep(pause)
+        pause = min(0.5, 1.3 * pause)
     return met
 
 

@@ -20,6 +20,7 @@ from engine.catalog.catalog import Catalog, Policy
 from engine.errors import AdapterError, BaseModelError, ConfigError, Conflict, GraftworkError, NotFound
 from engine.ledger.ledger import Ledger, open_snapshot
 from engine.publishing.importing import directory_from_store, import_revision
+from engine.security.credentials import logins
 from engine.services import lifecycle as services
 from engine.settings.params import Params, Paths, load_params
 from tasks import evaluation, stage_evaluate, stage_files, stages
@@ -260,13 +261,17 @@ def test_revision_is_found_in_the_state_directory_or_in_the_store(checkout, tiny
 
 
 @pytest.mark.slow
-def test_revision_comes_from_mlflows_registry_while_its_server_runs(checkout, tiny_base, tmp_path):
+def test_revision_comes_from_mlflows_registry_while_its_server_runs(
+    checkout, tiny_base, tmp_path, monkeypatch
+):
     build(checkout)
     manifest = make_revision(tiny_base, tmp_path / "revision")
     evaluate = {"policy": "sums", "revision": manifest.digest}
     checkout.set(mlflow={"port": free_port()}, evaluate=evaluate)
     params = checkout.params()
     with services.session(params, lambda: None, silent, only=("mlflow",)):
+        for name, value in logins(params.paths).items():
+            monkeypatch.setenv(name, value)
         with pytest.raises(NotFound, match="or in MLflow at"):
             stages.take_revision(params)
         register(params, "sums", tmp_path / "revision")

@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-import os
 import socket
 import sqlite3
-import subprocess
 import sys
 import time
 from contextlib import AsyncExitStack, closing, suppress
@@ -15,6 +13,7 @@ import anthropic
 import httpx
 import openai
 import pytest
+from lm_eval.__main__ import cli_evaluate
 
 from engine.catalog.catalog import Policy
 from engine.serving.gateway.route_table import ROUTES
@@ -147,8 +146,10 @@ def test_anthropics_client(engine: RunningEngine, policy: str, tenant: str):
         client.messages.create(model="nobody", max_tokens=4, messages=TURNS)
 
 
-def test_lm_eval(engine: RunningEngine, policy: str, tenant: str, tmp_path: Path):
-    """Its own command, generating and comparing log-likelihoods, with a tenant's key."""
+def test_lm_eval(
+    engine: RunningEngine, policy: str, tenant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its own command, in this process; it generates and compares log-likelihoods, with a tenant's key."""
     items = [{"question": f"{a} + 1 =", "answer": f" {a + 1}", "wrong": f" {a + 2}"} for a in range(8)]
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     shared = {
@@ -168,13 +169,14 @@ def test_lm_eval(engine: RunningEngine, policy: str, tenant: str, tmp_path: Path
         (tmp_path / f"{name}.yaml").write_text(json.dumps({"task": name, **shared, **task}))
     model = f"model={policy},base_url={engine.url}/v1/completions,tokenizer={engine.base_path}"
     command = [
-        sys.executable, "-m", "lm_eval", "run", "--model", "local-completions", "--model_args", model,
+        "lm_eval", "run", "--model", "local-completions", "--model_args", model,
         "--tasks", "sums-said,sums-chosen", "--include_path", str(tmp_path), "--output_path", str(tmp_path),
     ]  # fmt: skip
-    variables = {"OPENAI_API_KEY": tenant, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setenv("OPENAI_API_KEY", tenant)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
     before = requests_of(engine)
-    run = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=240)
-    assert run.returncode == 0, run.stderr[-3000:]
+    cli_evaluate()
     (file,) = tmp_path.rglob("results_*.json")
     results = json.loads(file.read_text())["results"]
     assert 0 <= results["sums-said"]["exact_match,none"] <= 1
