@@ -64,13 +64,13 @@ def test_a_value_that_breaks_equal_bits_is_refused(value: str, monkeypatch: pyte
     from engine.services.lifecycle import environment
 
     monkeypatch.setenv(VARIABLE, value)
-    with pytest.raises(ConfigError, match=f"MKL_CBWR is '{value}'.*Unset it, or set it to AUTO,STRICT"):
+    with pytest.raises(ConfigError, match=f"MKL_CBWR.*'{value}'"):
         environment(Params())
 
 
 def test_it_is_too_late_once_torch_is_there() -> None:
     assert "torch" in sys.modules
-    with pytest.raises(AssertionError, match=r"torch was imported before MKL_CBWR was set\."):
+    with pytest.raises(AssertionError, match=r"torch.*MKL_CBWR"):
         equal_bits({})
 
 

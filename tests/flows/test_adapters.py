@@ -53,9 +53,9 @@ def test_a_policy_that_an_import_made_is_released_without_a_score_alone(file, ca
     def release(policy: str, *options: str):
         return CliRunner().invoke(app, ["release", policy, *options, "--params", str(file)]).exception
 
-    assert "is in the catalog alone, as an import leaves it, and has no suite" in str(release("sums"))
+    assert "--skip-score" in str(release("sums"))
     assert isinstance(release("sums", "--skip-score", "made with peft"), ServiceError)
-    assert "There is no policy 'ghost'" in str(release("ghost", "--skip-score", "made with peft"))
+    assert "no policy 'ghost'" in str(release("ghost", "--skip-score", "made with peft"))
 
 
 def asked(file: Path, *arguments: str):
@@ -65,7 +65,7 @@ def asked(file: Path, *arguments: str):
 @pytest.mark.parametrize("name", ["sums", "sums@", "sums@3f9", "Sums@3f9c", "sums@xyz1", "@3f9c", "a b@3f9c"])
 @pytest.mark.parametrize("command", ["show", "lineage"])
 def test_what_is_no_name_is_said_to_be_none(file, catalog, command, name):
-    with pytest.raises(ConfigError, match=r"is not a revision's name\. Write POLICY@DIGEST") as error:
+    with pytest.raises(ConfigError, match="POLICY@DIGEST") as error:
         ask(file, command, name)
     assert error.value.exit_code == 2
 
@@ -86,7 +86,7 @@ def test_an_unknown_digest_names_the_nearest_and_a_short_one_its_candidates(file
 
 
 def test_nothing_to_show_where_nothing_was_started(file):
-    with pytest.raises(NotFound, match="There is no catalog"):
+    with pytest.raises(NotFound, match="no catalog"):
         ask(file, "ls")
 
 
@@ -115,7 +115,7 @@ def test_a_list_goes_on_after_a_name_and_ends(file, catalog):
     assert newest[0] in shown
     assert f"--after {newest[1]}" in shown
     assert ask(file, "ls", "sorting", "--owner", "me") == "None.\n"
-    with pytest.raises(ConfigError, match="is not a revision of sorting"):
+    with pytest.raises(ConfigError, match=r"--after.*sorting"):
         ask(file, "ls", "sorting", "--after", newest[0])
 
 
@@ -187,7 +187,7 @@ def test_an_exported_directory_is_the_revision(file, params, catalog, tmp_path):
         assert (manifest.digest, manifest.config) == (row.digest, config)
         assert (json.loads((target / "probe.json").read_text()) != {}) is bool(config)
         assert json.loads((target / "adapter_config.json").read_text())["r"] == 2
-        with pytest.raises(Conflict, match="exists already and is not overwritten"):
+        with pytest.raises(Conflict, match="exists already"):
             ask(file, "export", served_name("sums", row.digest), str(target))
         assert revision.read_revision(target, BASE)[1] == manifest
     # Somebody's file among the kept ones does not become an export.
@@ -230,9 +230,9 @@ def test_an_export_that_fails_leaves_nothing(file, params, catalog, tmp_path, mo
     before = sorted(path.name for path in tmp_path.iterdir())
     with monkeypatch.context() as patch:
         patch.setattr(packed if packed_file else revision, "write_file" if packed_file else "sync", is_full)
-        with pytest.raises(ServiceError, match="No space left on device"):
+        with pytest.raises(ServiceError, match="No space left"):
             ask(file, *arguments)
-    with pytest.raises(NotFound, match="There is no directory"):
+    with pytest.raises(NotFound, match="no directory"):
         ask(file, "export", name, str(tmp_path / "no" / "where"))
     segment = params.paths.store / row.segment
     data = bytearray(segment.read_bytes())
@@ -284,7 +284,7 @@ def test_a_damaged_probe_is_a_sentence(file, params, catalog, tmp_path, damage):
     probe = params.paths.revision("sums", row.digest) / revision.PROBE
     probe.write_text(damage)
     target = tmp_path / "out"
-    with pytest.raises(AdapterError, match=r"probe .* is damaged\. Remove it"):
+    with pytest.raises(AdapterError, match=r"probe.*damaged"):
         ask(file, "export", served_name("sums", row.digest), str(target))
     assert not target.exists()
     probe.unlink()
@@ -327,7 +327,7 @@ def test_expiry_is_a_time_from_now_or_never(file, catalog):
         ["--in", "999999999w"],
         ["--in", "tomorrow"],
     ):
-        with pytest.raises(ConfigError, match="is not a duration"):
+        with pytest.raises(ConfigError, match="duration"):
             ask(file, "expire", name, *wrong)
     for wrong in ([], ["--in", "3d", "--never"]):
         with pytest.raises(ConfigError, match="Give either"):

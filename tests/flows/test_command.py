@@ -81,53 +81,53 @@ def test_help_lists_the_commands_in_half_a_second() -> None:
 
 
 FAULTS = {
-    "no settings file": (["run", "--params", "nowhere.yaml"], {}, 2, "nowhere.yaml does not exist"),
-    "extra key": (["status"], {"wings": 2}, 2, "Unknown key `wings`; allowed here: base,"),
+    "no settings file": (["run", "--params", "nowhere.yaml"], {}, 2, "nowhere.yaml"),
+    "extra key": (["status"], {"wings": 2}, 2, "`wings`"),
     "extra nested key": (
         ["status"],
         {"engine": {"prot": 1}},
         2,
-        "Unknown key `engine.prot`; allowed here: at, behind_proxy",
+        "`engine.prot`",
     ),
     "bad value": (["status"], {"engine": {"port": "x"}}, 2, "`engine.port`"),
-    "unknown benchmark": (["bench", "nothing"], {}, 2, "There is no benchmark 'nothing'"),
-    "unknown scope": (["key", "create", "me", "--scope", "root"], {}, 2, "its scope is one of user, score"),
-    "unknown role": (["key", "create", "me", "--role", "root"], {}, 2, "roles are of infer, pin"),
-    "unknown limit": (["key", "create", "me", "--limit", "tokens=5"], {}, 2, "is not a limit"),
+    "unknown benchmark": (["bench", "nothing"], {}, 2, "benchmark 'nothing'"),
+    "unknown scope": (["key", "create", "me", "--scope", "root"], {}, 2, "user, score"),
+    "unknown role": (["key", "create", "me", "--role", "root"], {}, 2, "infer, pin"),
+    "unknown limit": (["key", "create", "me", "--limit", "tokens=5"], {}, 2, "not a limit"),
     "wrong time": (["key", "create", "me", "--expires", "soon"], {}, 2, "30m, 12h or 90d"),
     "wrong subject": (["usage", "--by", "colour"], {}, 2, "tenant, key, policy, revision"),
     "unknown key": (["key", "revoke", "123456"], {}, 5, "key"),
     "no services": (["adapt", "arithmetic"], {}, 7, "graftwork up"),
     "no digest": (["promote", "arithmetic", "--reason", "x"], {}, 2, "`graftwork ls arithmetic` lists"),
-    "wrong learning rate": (["adapt", "arithmetic", "--lr", "-1"], {}, 2, "`lr`: Input should be greater"),
+    "wrong learning rate": (["adapt", "arithmetic", "--lr", "-1"], {}, 2, "`lr`"),
     "unknown task": (
         ["run"],
         {"policies": {"p": {"task": "flying", "contract": "terse", "suite": "addition-terse"}}},
         2,
-        "There is no task 'flying'",
+        "no task 'flying'",
     ),
     "unknown suite": (
         ["run"],
         {"policies": {"p": {"task": "addition", "contract": "terse", "suite": "poems"}}},
         5,
-        "There is no suite 'poems'",
+        "no suite 'poems'",
     ),
     "unknown policy": (
         ["adapt", "poetry"],
         {},
         2,
-        "There is no policy 'poetry'. Known policies: arithmetic, sorting",
+        "no policy 'poetry'",
     ),
-    "no policy": (["adapt"], {}, 2, "Say which policy to adapt"),
+    "no policy": (["adapt"], {}, 2, "graftwork adapt POLICY"),
     "one unknown policy of two": (
         ["adapt", "--policy", "arithmetic", "--policy", "poetry"],
         {},
         2,
-        "There is no policy 'poetry'",
+        "no policy 'poetry'",
     ),
-    "random base": (["run", "--base", "wide-moe"], {}, 2, "'wide-moe' cannot be trained"),
-    "base of one's own": (["run", "--base", "Qwen/Qwen3-0.6B"], {}, 2, "takes one of tiny-dense, tiny-moe"),
-    "base for a GPU": (["run", "--base", "tiny-dsa"], {}, 2, "cannot be served on a CPU"),
+    "random base": (["run", "--base", "wide-moe"], {}, 2, "'wide-moe'"),
+    "base of one's own": (["run", "--base", "Qwen/Qwen3-0.6B"], {}, 2, "--base takes"),
+    "base for a GPU": (["run", "--base", "tiny-dsa"], {}, 2, "on a CPU"),
     "base without files": (["up"], {"base": {"name": "."}}, 3, "lacks config.json"),
 }
 
@@ -196,7 +196,7 @@ def test_a_tenants_keys_are_limited_and_rotated(params: Path) -> None:
     assert row["expires"]
     overlapping = graftwork("key", "create", "umbrella", "--policy", "acme-sums", *given)
     assert overlapping.returncode == 6
-    assert "overlaps with 'acme-*' of tenant 'acme'" in overlapping.stderr
+    assert "'acme-*' of tenant" in overlapping.stderr
     limited = graftwork("key", "limits", row["id"], "--limit", "concurrency=2", *given)
     assert "has concurrency=2" in limited.stdout
     tenant = (
@@ -210,7 +210,7 @@ def test_a_tenants_keys_are_limited_and_rotated(params: Path) -> None:
         "2",
         *given,
     )
-    assert "Tenant acme has tokens_per_month=9000" in graftwork(*tenant).stdout
+    assert "tokens_per_month=9000" in graftwork(*tenant).stdout
     rotated = graftwork("key", "rotate", row["id"], "--overlap", "30m", *given).stdout.strip()
     assert rotated.startswith("gw-")
     rows = json.loads(graftwork("key", "ls", "--json", *given).stdout)
@@ -247,12 +247,12 @@ def test_a_variable_names_the_settings(params: Path, monkeypatch: pytest.MonkeyP
     graftwork("key", "create", "ada")
     assert "ada" in graftwork("key", "ls").stdout
     refused = graftwork("key", "ls", "--params", "nowhere.yaml")
-    assert "nowhere.yaml does not exist" in refused.stderr
+    assert "nowhere.yaml" in refused.stderr
 
 
 def test_down_and_status_without_services(params: Path) -> None:
     given = ("--params", str(params))
-    assert "No services were running" in process("down", *given).stdout
+    assert "No services" in process("down", *given).stdout
     shown = process("status", *given)
     assert shown.returncode == 0
     assert shown.stdout.count("stopped") == 6
@@ -344,5 +344,5 @@ def test_a_command_sets_the_variable_of_equal_bits_before_it_imports_torch(
 ) -> None:
     monkeypatch.delenv(VARIABLE)
     done = process("store", "verify", "--json", "--params", str(params))
-    assert "There is no catalog" in done.stderr
+    assert "no catalog" in done.stderr
     assert done.returncode == 5

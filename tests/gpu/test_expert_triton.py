@@ -135,6 +135,6 @@ def test_reasons_name_what_does_not_fit():
     blob = torch.zeros(10, device=DEVICE)
     assert scatter_triton.unsupported_reason(blob, [Copy(0, torch.zeros(1, 1, 2, 5, device=DEVICE))]) is None
     reason = scatter_triton.unsupported_reason(blob, [Copy(1, torch.zeros(1, 1, 2, 5, device=DEVICE))])
-    assert "ends at element 11" in str(reason)
+    assert "element 11" in str(reason)
     with pytest.raises(ValueError, match="blob of 10"):
         scatter_triton.table(blob, [Copy(1, torch.zeros(1, 1, 2, 5, device=DEVICE))])

@@ -328,7 +328,7 @@ def test_the_restored_routes_decide_and_not_mlflows_aliases(params: Params, tmp_
     backend = params.model_copy(
         update={"mlflow": params.mlflow.model_copy(update={"backend": "postgresql://db/mlflow"})}
     )
-    assert "by its own means" in backup(backend, str(tmp_path / "other")).mlflow
+    assert "`mlflow.backend`" in backup(backend, str(tmp_path / "other")).mlflow
 
 
 @pytest.mark.parametrize(("source", "target"), [("sqlite", "postgres"), ("postgres", "sqlite")])
@@ -548,7 +548,7 @@ def test_two_at_once_are_refused_and_a_place_has_one_installation(params: Params
     for inside in (params.state_dir / "kept", params.suites_dir):
         with pytest.raises(ConfigError, match="lies inside"):
             backup(params, str(inside))
-    with pytest.raises(NotFound, match="nothing to back up"):
+    with pytest.raises(NotFound, match="no catalog"):
         backup(elsewhere(params, "nowhere"), str(tmp_path / "kept"))
 
 
@@ -557,7 +557,7 @@ def test_a_backup_that_lost_its_lease_is_not_published(params: Params, tmp_path:
         with Catalog(params.paths.catalog_url) as catalog:
             catalog.access.engine.raw_connection().execute("UPDATE leases SET holder = 'other'")
 
-    with pytest.raises(GraftworkError, match="another one has begun"):
+    with pytest.raises(GraftworkError, match="another one"):
         backup(params, str(tmp_path / "kept"), on_file=take)
     with pytest.raises(NotFound, match="no finished backup"):
         restore_backup(elsewhere(params), str(tmp_path / "kept"))
@@ -587,16 +587,16 @@ HARMS: dict[str, tuple[Callable[[Path], object], type[GraftworkError], str]] = {
         "no finished backup",
     ),
     "nowhere": (shutil.rmtree, NotFound, "no finished backup"),
-    "object missing": (lambda kept: largest(kept).unlink(), MissingBytes, "1 of its objects are missing"),
+    "object missing": (lambda kept: largest(kept).unlink(), MissingBytes, "1 of.*objects"),
     "object cut": (lambda kept: os.truncate(largest(kept), 100), MissingBytes, "cut short"),
     "object damaged": (lambda kept: flip(largest(kept)), DamagedBytes, "holds other bytes"),
     "manifest damaged": (
         lambda kept: flip(next((kept / "backups").iterdir())),
         DamagedBytes,
-        "is damaged: remove it",
+        "The manifest",
     ),
-    "newer catalog": (lambda kept: rewrite(kept, catalog_schema="9999"), ConfigError, "catalog of .* newer"),
-    "newer ledger": (lambda kept: rewrite(kept, ledger_schema=9999), ConfigError, "ledger of .* newer"),
+    "newer catalog": (lambda kept: rewrite(kept, catalog_schema="9999"), ConfigError, "catalog.*newer"),
+    "newer ledger": (lambda kept: rewrite(kept, ledger_schema=9999), ConfigError, "ledger.*newer"),
     "newer format": (lambda kept: rewrite(kept, format=2), ConfigError, "has format 2"),
 }
 
@@ -632,7 +632,7 @@ def test_a_restore_writes_over_nothing(params: Params, tmp_path: Path) -> None:
     shutil.rmtree(theirs)
     theirs.mkdir()
     (theirs / "file").write_text("theirs")
-    with pytest.raises(Conflict, match="is in the way"):
+    with pytest.raises(Conflict, match=r"state\.restoring"):
         restore_backup(there, kept)
     shutil.rmtree(theirs)
     there.state_dir.mkdir()
@@ -653,7 +653,7 @@ def test_the_commands_say_what_they_did(params: Params, tmp_path: Path) -> None:
         said = graftwork(*words, "--params", str(other))
         assert (said.returncode, "--from DIR|URL" in said.stderr) == (2, True)
     said = graftwork("restore", "--from", str(tmp_path), "--params", str(other))
-    assert (said.returncode, "There is no finished backup" in said.stderr) == (5, True)
+    assert (said.returncode, "no finished backup" in said.stderr) == (5, True)
 
 
 def test_doctor_warns_of_an_old_backup(

@@ -65,11 +65,11 @@ def test_engines_that_are_silent_or_unlike_the_others_are_named(
             catalog.replicas.join(Replica(id, f"http://{id}:1", base, version, id, 0, 0.0, draining=False))
         found = {one.seen: one.advice for one in examine(params) if one.check == "engines"}
         assert any(seen.startswith("b runs version 0.0.1") for seen in found)
-        assert "c serves base other, and others another" in found
+        assert any(seen.startswith("c ") and "base other" in seen for seen in found)
         monkeypatch.setattr(doctor, "SILENT_S", -1.0)
         silent = [one for one in examine(params) if one.check == "engines"]
         assert len(silent) == 3
-        assert all("has been silent for" in one.seen and one.advice for one in silent)
+        assert all("silent" in one.seen and one.advice for one in silent)
 
 
 def test_a_changed_audit_log_is_a_fault(params: Params) -> None:

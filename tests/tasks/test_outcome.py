@@ -31,11 +31,11 @@ def test_a_gain_on_the_same_items_counts_although_the_intervals_overlap() -> Non
     assert result["policies"][0]["gain_ci_low"] == found.low
     assert shortcomings(result, apart=False) == []
     (said,) = shortcomings(result, apart=True)
-    assert "The score interval of sums is not above the base's." in said
+    assert "interval of sums" in said
 
 
 def test_a_gain_that_may_be_chance_is_said() -> None:
     before = [0.0, 1.0] * 100
     after = [1.0 if number % 50 == 0 else value for number, value in enumerate(before)]
     (said,) = shortcomings(summary([adapted(before, after)], [ENDED], ROLLED_BACK, {}, 1.0), apart=False)
-    assert "sums is not surely above the base's" in said
+    assert "sums is not surely" in said

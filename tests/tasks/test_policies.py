@@ -95,7 +95,7 @@ def test_what_is_not_given_again_stays_as_it_was(params: Params, tmp_path: Path)
 
 def test_a_suite_that_is_no_policys_own_is_never_replaced(params: Params, tmp_path: Path) -> None:
     shutil.copytree(SUITES / "addition-terse", params.suites_dir / "addition-terse")
-    with pytest.raises(Conflict, match="holds the suite of another policy"):
+    with pytest.raises(Conflict, match="suite of another policy"):
         create_policy(params, "addition-terse", data(tmp_path / "d.jsonl"), "exact")
     assert load_suite("addition-terse", params.suites_dir).rule["contract"] == "terse"
 
@@ -127,7 +127,7 @@ def test_a_question_that_was_frozen_never_becomes_training_data(
     create_policy(params, "mine", source, "exact")
     before = (params.suites_dir / "mine" / "train.jsonl").read_bytes()
     monkeypatch.setattr("engine.problems.jsonl.is_held_out", lambda digest: digest[0] % 3 == 0)
-    with pytest.raises(ConfigError, match="has the question of the frozen item"):
+    with pytest.raises(ConfigError, match="frozen item"):
         create_policy(params, "mine", data(tmp_path / "d.jsonl", 500), "exact")
     assert (params.suites_dir / "mine" / "train.jsonl").read_bytes() == before
 
@@ -135,14 +135,14 @@ def test_a_question_that_was_frozen_never_becomes_training_data(
 @pytest.mark.parametrize(
     ("name", "verifier", "answer", "settings", "fault"),
     [
-        ("Bad Name", "exact", "{}", {}, "is not a policy name"),
+        ("Bad Name", "exact", "{}", {}, "'Bad Name'"),
         ("mine", "guess", "{}", {}, "`verifier`"),
-        ("mine", "contract", "{}", {}, "is for generated tasks"),
-        ("mine", "python:nowhere:judge", "{}", {}, "which python_modules does not list"),
+        ("mine", "contract", "{}", {}, "`contract`.*generated"),
+        ("mine", "python:nowhere:judge", "{}", {}, "python_modules"),
         ("mine", "python:examples.nowhere:judge", "{}", {}, "cannot be loaded"),
-        ("mine", "numeric", "number {}", {}, r"d\.jsonl:1: The verifier numeric needs a number"),
-        ("mine", "regex", "({}", {}, r"d\.jsonl:1: The answer is not a regular expression"),
-        ("mine", "json-schema", '{{"type": {}}}', {}, r"d\.jsonl:1: The answer is not a JSON schema"),
+        ("mine", "numeric", "number {}", {}, r"d\.jsonl:1: .*numeric"),
+        ("mine", "regex", "({}", {}, r"d\.jsonl:1: .*regular expression"),
+        ("mine", "json-schema", '{{"type": {}}}', {}, r"d\.jsonl:1: .*JSON schema"),
         ("mine", "exact", "{}", {"steps": 0}, "`steps`"),
     ],
 )
@@ -163,7 +163,7 @@ def test_a_name_of_the_settings_file_is_refused(params: Params, tmp_path: Path) 
 
 
 def test_another_base_is_refused(params: Params, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="The resident base is"):
+    with pytest.raises(ConfigError, match=r"resident base.*'other'"):
         create_policy(params, "mine", data(tmp_path / "d.jsonl"), "exact", base="other")
 
 
@@ -191,13 +191,13 @@ def test_the_command_takes_the_recipe(settings_file: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("option", "value", "fault"),
     [
-        ("--rank", "3", "`rank`: Input should be 1, 2, 4,"),
-        ("--rank", "64", "The rank is 64, and the engine serves up to 8."),
-        ("--lr", "-1", "`lr`: Input should be greater than 0"),
-        ("--loss", "reinforce", "importance_sampling or python:MODULE:FUNC (found 'reinforce')"),
-        ("--loss", "python:nowhere:loss", "which python_modules does not list"),
-        ("--loss", "python:examples.x:loss", "The loss 'python:examples.x:loss' cannot be loaded"),
-        ("--group-size", "1", "`group_size`: Input should be greater than or equal to 2"),
+        ("--rank", "3", "`rank`"),
+        ("--rank", "64", "rank is 64"),
+        ("--lr", "-1", "`lr`"),
+        ("--loss", "reinforce", "'reinforce'"),
+        ("--loss", "python:nowhere:loss", "python_modules"),
+        ("--loss", "python:examples.x:loss", "cannot be loaded"),
+        ("--group-size", "1", "`group_size`"),
     ],
 )
 def test_a_wrong_recipe_is_a_sentence(

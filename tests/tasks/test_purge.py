@@ -180,9 +180,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, place: str, after: bool = False) 
 def test_it_is_refused_while_a_release_runs(params, catalog):
     digest = catalog.revisions.page("gone")[0].digest
     catalog.releases.add(Release("r", "gone", digest, None, "canary", 0.2, "running", {}, 1.0, 1.0))
-    with pytest.raises(
-        Conflict, match=r"A release of 'gone' is running, at step 'canary'\. .*graftwork hold gone"
-    ):
+    with pytest.raises(Conflict, match=r"'canary'.*graftwork hold gone"):
         purge(params)
     nothing_happened(params, catalog)
     catalog.releases.update("r", 0, state="held")
@@ -200,7 +198,7 @@ def nothing_happened(params: Params, catalog: Catalog) -> None:
 def test_it_is_refused_while_a_session_is_open(params, catalog):
     """No trainer runs here: by when its state was touched last."""
     write_session(params.paths.sessions / "another", "gone", "x", age_s=1)
-    with pytest.raises(Conflict, match=r"The session .another. of .gone. is open.*counts as closed"):
+    with pytest.raises(Conflict, match=r"'another'.*'gone'"):
         purge(params)
     nothing_happened(params, catalog)
 
@@ -208,7 +206,7 @@ def test_it_is_refused_while_a_session_is_open(params, catalog):
 def test_what_never_was_is_not_found_and_nothing_is_done_without_a_yes(file, params, catalog):
     with pytest.raises(NotFound, match="no policy 'gome'"):
         purge(params, "gome")
-    with pytest.raises(ConfigError, match="is not a policy's name"):
+    with pytest.raises(ConfigError, match=r"'\.\./gone'"):
         purge(params, "../gone")
     with pytest.raises(ConfigError, match="--by"):
         purging.purge(params, "gone", " ", "x", lambda place, counts: None)
@@ -228,7 +226,7 @@ def test_two_at_once_do_not_meet(params, catalog):
     first = threading.Thread(target=purging.purge, args=(params, "gone", "ann", "asked for it", waits))
     first.start()
     assert there.wait(30)
-    with pytest.raises(Conflict, match="Another purge of 'gone' is running"):
+    with pytest.raises(Conflict, match="Another purge"):
         purge(params)
     go_on.set()
     first.join(60)
@@ -246,7 +244,7 @@ def test_a_name_that_came_back_after_a_kill_is_purged_from_the_start(params, cat
     with pytest.raises(NotFound):
         catalog.policies.get("gone")
     for again in (False, True):
-        with pytest.raises(Conflict, match=r"has not finished.*graftwork purge gone"):
+        with pytest.raises(Conflict, match="graftwork purge gone"):
             reuse_purged_name(params, "gone", "me", again)
     # As if the record had been lost from sight, by another installation of the same catalog.
     catalog.policies.add(Policy("gone", BASE, {}, "me", 1.0), again=True)
@@ -286,14 +284,12 @@ def test_it_does_not_end_while_a_segment_with_its_bytes_is_left(params, catalog)
     file = params.paths.store / segment
     whole = file.read_bytes()
     file.write_bytes(whole[: kept.offset] + bytes(16) + whole[kept.offset + 16 :])
-    with pytest.raises(
-        ServiceError, match=rf"1 segments with bytes of 'gone'.*damaged.*kept@{kept.digest[:12]}"
-    ):
+    with pytest.raises(ServiceError, match=f"1 segments.*kept@{kept.digest[:12]}"):
         purge(params)
     assert file.is_file()
     with closing(open_store(params)) as store, store.claim(segment) as is_ours:
         assert is_ours
-        with pytest.raises(ServiceError, match="1 segments with bytes of 'gone'"):
+        with pytest.raises(ServiceError, match=r"1 segments.*'gone'"):
             purge(params)
     # Restored; the row of a damaged revision is moved like any other then.
     file.write_bytes(whole)
@@ -309,7 +305,7 @@ def test_sessions_that_cannot_be_removed_are_named(tmp_path, monkeypatch):
     write_session(tmp_path / f".purged-gone-{'0' * 12}", "gone", SECRET)
     with monkeypatch.context() as patch:
         patch.setattr(session_deletion.shutil, "rmtree", lambda *_, **__: None)
-        with pytest.raises(ServiceError, match=rf"Could not remove .*\.purged-gone-{'0' * 12}.*purge again"):
+        with pytest.raises(ServiceError, match=rf"\.purged-gone-{'0' * 12}"):
             session_deletion.remove_sessions(tmp_path, "gone")
     session_deletion.remove_sessions(tmp_path, "gone")
     assert list(tmp_path.iterdir()) == []
@@ -318,9 +314,9 @@ def test_sessions_that_cannot_be_removed_are_named(tmp_path, monkeypatch):
 def test_a_purged_name_is_taken_again_only_on_purpose(params, catalog, monkeypatch):
     purge(params)
     monkeypatch.setattr("engine.base.resident.ensure_base", lambda *_: BaseInfo("b", Path("b"), BASE))
-    with pytest.raises(Conflict, match="was purged by 'ann'"):
+    with pytest.raises(Conflict, match="purged by 'ann'"):
         catalog.policies.add(Policy("gone", BASE, {}, "me", 1.0))
-    with pytest.raises(Conflict, match=r"was purged by 'ann'\. .*--reuse-name"):
+    with pytest.raises(Conflict, match=r"purged by 'ann'.*--reuse-name"):
         reuse_purged_name(params, "gone", "me", False)
     reuse_purged_name(params, "kept", "me", False)
     reuse_purged_name(params, "gone", "me", True)
@@ -437,7 +433,7 @@ def test_a_running_controller_purges_its_own_ledger(params, catalog, monkeypatch
 def test_a_controller_that_does_not_answer_is_said_and_the_rest_is_not_repeated(params, catalog):
     catalog.leases.acquire("controller", "somebody", 60)
     catalog.keys.ensure_local(params.paths.local_key)
-    with pytest.raises(ServiceError, match=r"The controller did not purge the name"):
+    with pytest.raises(ServiceError, match="purge the name"):
         purge(params)
     assert len(catalog.revisions.page("gone")) == 3
     catalog.leases.release("controller", "somebody")
@@ -446,7 +442,7 @@ def test_a_controller_that_does_not_answer_is_said_and_the_rest_is_not_repeated(
         if place == "mlflow":
             catalog.leases.acquire("controller", "somebody", 60)
 
-    with pytest.raises(ServiceError, match="did not purge the ledger"):
+    with pytest.raises(ServiceError, match="purge the ledger"):
         purging.purge(params, "gone", "ann", "asked for it", starts)
     catalog.leases.release("controller", "somebody")
     record = purge(params)
@@ -518,7 +514,7 @@ def test_what_is_asked_of_a_loop_is_done_there_or_called_off():
     from engine.threads import LoopRequests
 
     asked, done = LoopRequests(), []
-    with pytest.raises(ServiceError, match=r"not done within 0 s\. .*ask again"):
+    with pytest.raises(ServiceError, match="within 0 s"):
         asked.call(lambda: done.append("late"), 0.05)
     asked.run_waiting()
     assert done == []

@@ -290,7 +290,7 @@ def test_a_dead_registry_is_a_sentence_within_the_patience(base, tmp_path):
     dead = Params(state_dir=tmp_path / "state", mlflow=MlflowConfig(port=port))
     directory = make_revision(tmp_path, base, "dead")
     started = time.monotonic()
-    with pytest.raises(ServiceError, match="MLflow does not answer"):
+    with pytest.raises(ServiceError, match=r"MLflow.*answer"):
         register(dead, "dead", directory, patience_s=1)
     assert time.monotonic() - started < 10
     assert read_revision(directory)[1].policy == "dead"
@@ -323,5 +323,5 @@ def copy_bytes(source, sink):
 
 def test_a_revision_of_another_policy_is_refused(base, tmp_path):
     directory = make_revision(tmp_path, base, "mine")
-    with pytest.raises(ConfigError, match="'mine', not of 'yours'"):
+    with pytest.raises(ConfigError, match=r"'mine'.*'yours'"):
         register(Params(state_dir=tmp_path / "state"), "yours", directory)

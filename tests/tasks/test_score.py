@@ -156,7 +156,7 @@ def test_the_base_is_scored_once_for_all_policies_and_apart_from_revisions(serve
 
 
 def test_an_unknown_suite_lists_the_known_ones(suites, tmp_path):
-    with pytest.raises(NotFound, match=r"no suite 'ghost'.*Known suites: sums"):
+    with pytest.raises(NotFound, match=r"'ghost'.*suites: sums"):
         score(Params(state_dir=tmp_path), "arithmetic", DIGEST, "ghost", KEY, root=suites)
 
 
@@ -164,12 +164,12 @@ def test_an_engine_that_is_down_or_refuses_is_a_sentence(serve, suites, tmp_path
     server = serve(lambda model, prompt: "", status=503)
     monkeypatch.setattr("lm_eval.models.api_models.wait_exponential", lambda **_: lambda state: 0)
     params = settings(tmp_path, server)
-    with pytest.raises(ServiceError, match=r"did not score arithmetic@dddddddddddd on sums.*503"):
+    with pytest.raises(ServiceError, match=r"arithmetic@dddddddddddd.*503"):
         score(params, "arithmetic", DIGEST, "sums", KEY, root=suites)
     assert not params.paths.spool.exists()
     server.shutdown()
     server.server_close()
-    with pytest.raises(ServiceError, match=r"The engine at .* does not answer"):
+    with pytest.raises(ServiceError, match=r"engine at.*answer"):
         score(params, "arithmetic", DIGEST, "sums", KEY, root=suites)
 
 

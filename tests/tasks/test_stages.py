@@ -142,10 +142,10 @@ def test_an_import_leaves_the_policy_its_settings_and_its_owner(tiny_base, tmp_p
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
-        ({"rank": 16}, AdapterError, "rank 16, over the engine's 8"),
-        ({"dtype": torch.bfloat16}, AdapterError, "is in bfloat16, the engine serves float32"),
-        ({"base_digest": "c" * 64}, BaseModelError, "belongs to the base cccccccccccc"),
-        ({"policy": "../up"}, AdapterError, "not a policy name"),
+        ({"rank": 16}, AdapterError, r"rank 16.*`engine\.max_rank`"),
+        ({"dtype": torch.bfloat16}, AdapterError, "bfloat16.*float32"),
+        ({"base_digest": "c" * 64}, BaseModelError, "base cccccccccccc"),
+        ({"policy": "../up"}, AdapterError, "policy name"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_published(tiny_base, tmp_path, changes, error, said):
@@ -189,7 +189,7 @@ def test_suites_writes_what_was_resolved_and_nothing_that_moves(checkout):
 def test_suites_refuses_prompts_that_the_policy_does_not_ask(checkout):
     stages.build_base(checkout.params(), lambda step, steps, loss: None)
     checkout.set(policies={"sums": {"task": "addition", "suite": "sums", "system": "Be terse."}})
-    with pytest.raises(ConfigError, match=r"Item 0000 of the suite sums was frozen with"):
+    with pytest.raises(ConfigError, match=r"Item 0000.*sums"):
         stages.prepare_suites(checkout.params())
 
 
@@ -200,7 +200,7 @@ def test_suites_refuses_a_base_that_has_changed_since(checkout, tiny_base, tmp_p
     config = json.loads((moved / "config.json").read_text())
     (moved / "config.json").write_text(json.dumps(config | {"changed": True}))
     checkout.set(base={"name": str(moved)})
-    with pytest.raises(BaseModelError, match="has changed since the stage `base`"):
+    with pytest.raises(BaseModelError, match="stage `base`"):
         stages.prepare_suites(checkout.params())
 
 
@@ -247,7 +247,7 @@ def test_revision_is_found_in_the_state_directory_or_in_the_store(checkout, tiny
     manifest = make_revision(tiny_base, tmp_path / "revision")
     checkout.set(evaluate={"policy": "sums", "revision": manifest.digest})
     params = checkout.params()
-    with pytest.raises(NotFound, match=rf"no revision {manifest.digest[:12]} of 'sums'"):
+    with pytest.raises(NotFound, match=f"no revision {manifest.digest[:12]}"):
         stages.take_revision(params)
     import_revision(params, tmp_path / "revision")
     stages.take_revision(params)
@@ -272,7 +272,7 @@ def test_revision_comes_from_mlflows_registry_while_its_server_runs(
     with services.session(params, lambda: None, silent, only=("mlflow",)):
         for name, value in logins(params.paths).items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(NotFound, match="or in MLflow at"):
+        with pytest.raises(NotFound, match=r"no revision.*MLflow"):
             stages.take_revision(params)
         register(params, "sums", tmp_path / "revision")
         stages.take_revision(params)
@@ -298,11 +298,11 @@ def test_revision_refuses_another_policys_and_another_bases(checkout, tiny_base,
     build(checkout)
     make_revision(tiny_base, tmp_path / "other", policy="others")
     adapted(checkout, tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"contains others@.*, not sums@"):
+    with pytest.raises(ConfigError, match=r"others@.*sums@"):
         stages.take_revision(checkout.params())
     make_revision(tiny_base, tmp_path / "foreign", base_digest="c" * 64)
     adapted(checkout, tmp_path / "foreign")
-    with pytest.raises(BaseModelError, match="belongs to the base cccccccccccc"):
+    with pytest.raises(BaseModelError, match="base cccccccccccc"):
         stages.take_revision(checkout.params())
 
 
@@ -324,7 +324,7 @@ def graftwork(file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("changes", "code", "said"),
     [
-        ({"evaluate": {"policy": "ghost"}}, 2, "There is no policy 'ghost'"),
+        ({"evaluate": {"policy": "ghost"}}, 2, "no policy 'ghost'"),
         ({"evaluate": {"policy": "sums", "revision": "abc"}}, 2, "`evaluate.revision`"),
         ({"base": {"name": "/nowhere"}}, 3, "/nowhere"),
     ],
@@ -340,7 +340,7 @@ def test_a_stage_that_cannot_run_says_one_sentence(checkout, changes, code, said
 def test_a_stage_without_the_one_before_it_says_which(checkout):
     ended = graftwork(checkout.file, "stage", "suites")
     assert ended.returncode == 5
-    assert "its stage `base` writes it" in ended.stderr
+    assert "stage `base`" in ended.stderr
 
 
 # The two files of an evaluation
@@ -402,7 +402,7 @@ def test_compare_allows_the_tolerance_and_not_more(suite, tmp_path):
     rows = evaluation.compare(ours, other, 0.1)
     assert [row["apart"] for row in rows] == [0.0, 0.1]
     assert rows[1]["equal answers"] == "9 of 10"
-    with pytest.raises(GraftworkError, match=r"revision is 0.5 here and 0.6 there: 0.1 apart, over .* 0.09"):
+    with pytest.raises(GraftworkError, match=r"0\.1 apart.*0\.09"):
         evaluation.compare(ours, other, 0.09)
 
 
@@ -465,7 +465,7 @@ def test_recording_twice_is_once_and_only_for_what_lies_beside_it(checkout, tiny
         ).fetchall()
     assert sorted(rows, key=str) == [("sums", digest, 24, 24.0), (None, None, 24, 0.0)]
     evaluation.write_evaluation(root, suite, base, scored(suite, "e" * 64, [1.0] * 24))
-    with pytest.raises(ConfigError, match="does not match the revision and the suite beside it"):
+    with pytest.raises(ConfigError, match="suite beside it"):
         evaluation.record(params, root, evaluation.read_evaluation(root))
 
 
@@ -504,7 +504,7 @@ def test_the_commands_compare_with_the_stated_tolerance(suite, tmp_path):
     )
     ended = graftwork(file, "score", "--compare", str(tmp_path / "there"), "--tolerance", "0.1")
     assert ended.returncode == 0, ended.stderr
-    assert "within the tolerance of 0.1" in ended.stdout
+    assert "tolerance of 0.1" in ended.stdout
     ended = graftwork(file, "score")
     assert (ended.returncode, len(ended.stderr.strip().splitlines())) == (2, 1)
 

@@ -65,7 +65,7 @@ def test_building_twice_gives_the_same_bytes_and_a_version_keeps_its_items(tmp_p
         build_suite("s", "sorting", "boxed", str.upper, count=20, root=root)
     for name in (ITEMS, "s.yaml"):
         assert (first / "s" / name).read_bytes() == (second / "s" / name).read_bytes()
-    with pytest.raises(Conflict, match="Version 1 of the suite s"):
+    with pytest.raises(Conflict, match="Version 1"):
         build_suite("s", "sorting", "boxed", str.lower, count=20, root=first)
     assert build_suite("s", "sorting", "boxed", str.lower, count=20, version=2, root=first).version == "2"
 
@@ -85,7 +85,7 @@ def test_altered_items_and_unknown_suites_are_refused(tmp_path):
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     rows[7]["answer"] = "0"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ConfigError, match="freeze a new version"):
+    with pytest.raises(ConfigError, match="digest"):
         load_suite(NAMES[0], tmp_path)
     with pytest.raises(NotFound, match=f"Known suites: {NAMES[0]}"):
         load_suite("ghost", tmp_path)

@@ -129,7 +129,7 @@ def test_nobody_else_changes_routes_while_one_does_alone(params: Params, catalog
     brief = params.model_copy(update={"controller": ControllerConfig(port=free_port(), lease_s=1.5)})
     with (
         alone(brief, catalog),
-        pytest.raises(Conflict, match=r"holds the lease of this catalog\..* its lease expires within 1.5 s"),
+        pytest.raises(Conflict, match=r"lease.*1\.5 s"),
         # Longer than the lease, which is renewed meanwhile.
         alone(brief, catalog),
     ):
@@ -159,7 +159,7 @@ def test_a_controller_that_is_away_is_said_and_nothing_changes(
     monkeypatch.setattr("engine.clients.controller.ControllerClient", soon)
     take_lease(catalog, "a controller", 60)
     before = catalog.revisions.get("sorting", OLD), catalog.routes.get("sorting")
-    with pytest.raises(ServiceError, match=r"does not answer.*graftwork up"):
+    with pytest.raises(ServiceError, match=r"controller.*graftwork up"):
         found(params, catalog, OLD, WRONG)
     assert (catalog.revisions.get("sorting", OLD), catalog.routes.get("sorting")) == before
     assert catalog.tombstones.in_force() == []

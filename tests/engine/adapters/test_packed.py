@@ -95,7 +95,7 @@ def test_a_truncated_file_is_refused_by_whoever_opens_it(tmp_path):
 def test_faults_name_the_tensor():
     tensors = adapter({"q_proj"}, 2)
     del tensors["model.layers.1.self_attn.q_proj.lora_B"]
-    with pytest.raises(AdapterError, match=r"model\.layers\.1\.self_attn\.q_proj: lora_B is missing"):
+    with pytest.raises(AdapterError, match=r"model\.layers\.1\.self_attn\.q_proj\W+lora_B"):
         packed.pack(tensors, torch.float32, SHAPES.fused)
     tensors["model.layers.1.self_attn.q_proj.lora_B"] = torch.zeros(64, 3)
     with pytest.raises(AdapterError, match=r"\(64, 3\)"):

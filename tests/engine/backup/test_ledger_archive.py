@@ -135,7 +135,7 @@ def test_a_failed_upload_is_retried_and_loses_nothing(
         whole(self, name, data)
 
     monkeypatch.setattr(BackupPlace, "write", failing)
-    with pytest.raises(ServiceError, match="The bucket is gone"):
+    with pytest.raises(ServiceError, match="bucket"):
         archiver.turn()
     assert told == ["The bucket is gone."]
     assert read_state(state)["error"] == "The bucket is gone."
@@ -158,16 +158,16 @@ def test_a_failed_upload_is_retried_and_loses_nothing(
 def test_the_archive_of_another_installation_is_left_alone(kept: Kept, address: str) -> None:
     place = BackupPlace(address)
     archive(kept.snapshot, place, "one")
-    with pytest.raises(ConfigError, match="has the ledger of another installation"):
+    with pytest.raises(ConfigError, match="another installation"):
         archive(kept.snapshot, place, "two")
     place.write("manifest.json", json.dumps({"format": 99}).encode())
-    with pytest.raises(ConfigError, match="written by a newer version"):
+    with pytest.raises(ConfigError, match="newer version"):
         archive(kept.snapshot, place, "one")
 
 
 def test_a_place_that_is_no_directory_is_named(kept: Kept, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ServiceError, match=r"The ledger's archive .*/file/deep did not"):
+    with pytest.raises(ServiceError, match=r"ledger's archive.*/file/deep"):
         archive(kept.snapshot, BackupPlace(str(tmp_path / "file" / "deep"), "The ledger's archive"), "one")
 
 
@@ -182,7 +182,7 @@ def test_the_command_shows_the_archive(kept: Kept, tmp_path: Path) -> None:
     params = Params(state_dir=root)
     migrate(params.paths.catalog_url)
     file.write_text(json.dumps({"state_dir": str(root)}))
-    assert "There is no archive." in graftwork("ledger", "archive", "--params", str(file)).stdout
+    assert "controller.archive" in graftwork("ledger", "archive", "--params", str(file)).stdout
     told = graftwork("ledger", "archive", "--now", "--params", str(file))
     assert told.returncode == 2
     assert "Set controller.archive" in told.stderr

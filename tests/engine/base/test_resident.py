@@ -168,7 +168,7 @@ def test_an_incomplete_directory_names_what_it_lacks(missing, tiny_base, tmp_pat
 
 def test_a_base_that_does_not_exist(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(BaseModelError, match="not a local directory, and the hub did not"):
+    with pytest.raises(BaseModelError, match=r"local directory.*hub"):
         bases.ensure_base(BaseConfig(name=str(tmp_path / "gone")), Paths(tmp_path))
 
 
@@ -222,7 +222,7 @@ def test_the_templates_own_first_token_comes_once(tiny_base):
 def test_a_template_that_refuses_a_system_prompt(tiny_base):
     tokenizer = instructed(tiny_base, GEMMA)
     assert prompts.prompt_text(tokenizer, "3 + 3?") == "hm"
-    with pytest.raises(ConfigError, match=r"System role not supported.*Remove the policy's `system`"):
+    with pytest.raises(ConfigError, match=r"System role.*`system`"):
         prompts.prompt_text(tokenizer, "3 + 3?", "Be terse.")
 
 

@@ -151,12 +151,12 @@ def rewritten(catalog: Catalog, *statements: str) -> None:
 @pytest.mark.parametrize(
     ("statement", "sentence"),
     [
-        ("UPDATE audit SET actor = 'nobody' WHERE id = 2", "Entry 2 of the audit log does not fit"),
-        ("UPDATE audit SET after = '{}' WHERE id = 3", "Entry 3 of the audit log does not fit"),
+        ("UPDATE audit SET actor = 'nobody' WHERE id = 2", "Entry 2.*hash"),
+        ("UPDATE audit SET after = '{}' WHERE id = 3", "Entry 3.*hash"),
         ("DELETE FROM audit WHERE id = 2", "no entry 2"),
         ("DELETE FROM audit WHERE id = 1", "no entry 1"),
         ("UPDATE audit SET id = 99 WHERE id = 2", "no entry 2"),
-        ("DELETE FROM audit WHERE id > 2", "entry 4 was removed"),
+        ("DELETE FROM audit WHERE id > 2", "ends.*entry 4"),
     ],
 )
 def test_a_changed_log_is_found(sqlite_catalog_url: str, statement: str, sentence: str) -> None:
@@ -181,7 +181,7 @@ def test_a_log_written_anew_is_found_by_the_hash_that_was_kept(sqlite_catalog_ur
     for on in (True, False):
         catalog.switches.set("other", on)
     assert catalog.audit.verify()[0] == 2
-    with pytest.raises(Conflict, match="another one than was expected"):
+    with pytest.raises(Conflict, match="expected"):
         catalog.audit.verify(expected)
     catalog.close()
 

@@ -272,7 +272,7 @@ def test_a_route_changes_by_compare_and_swap(catalog: Catalog) -> None:
     assert changed.version == 1
     assert changed.salt == route.salt
     assert catalog.routes.get("sorting") == changed
-    with pytest.raises(Conflict, match="changed since version 0"):
+    with pytest.raises(Conflict, match="version 0"):
         catalog.routes.update(replace(route, champion="bb"), route.version)
     assert catalog.routes.page() == [changed]
 
@@ -522,9 +522,7 @@ def test_a_loop_does_not_wait_for_a_server_that_stands_still(
         async def ask() -> float:
             began = time.monotonic()
             # Whether a connection is alive is asked before its use; instead of a dead one there is a new one.
-            expected = (
-                nullcontext() if is_asked_first else pytest.raises(ServiceError, match="nothing for 2 s")
-            )
+            expected = nullcontext() if is_asked_first else pytest.raises(ServiceError, match=r"nothing.*2 s")
             with expected:
                 catalog.policies.page()
             return time.monotonic() - began

@@ -183,7 +183,7 @@ def test_a_database_that_a_start_has_made_counts_as_empty(source: str, postgres_
 
 def test_a_source_that_is_none_is_refused(sqlite_catalog_url: str, tmp_path: Path) -> None:
     target = f"sqlite:///{tmp_path}/target.db"
-    with pytest.raises(NotFound, match="There is no catalog"):
+    with pytest.raises(NotFound, match="no catalog"):
         copy_catalog(f"sqlite:///{tmp_path}/nowhere.db", target)
     with closing(sqlite3.connect(tmp_path / "catalog.db")) as connection, connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
@@ -248,10 +248,7 @@ def test_the_command_copies_and_refuses_while_a_controller_runs(source: str, tmp
         catalog.leases.release(LEASE, "elsewhere")
     said = graftwork("catalog", "copy", source, f"sqlite:///{tmp_path}/there.db", "--json")
     assert json.loads(said.stdout)["rows"]["revisions"] == 2
-    assert (
-        "2 revisions among them"
-        in graftwork("catalog", "copy", source, f"sqlite:///{tmp_path}/again.db").stdout
-    )
+    assert "2 revisions" in graftwork("catalog", "copy", source, f"sqlite:///{tmp_path}/again.db").stdout
     assert rows_of(f"sqlite:///{tmp_path}/there.db") == rows_of(f"sqlite:///{tmp_path}/again.db")
 
 

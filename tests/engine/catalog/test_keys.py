@@ -21,7 +21,7 @@ def test_roles_come_by_name_or_by_scope(catalog: Catalog) -> None:
         assert key is not None
         assert tuple(key.roles) == roles
     for wrong in ("root", ["infer", "root"], []):
-        with pytest.raises(ConfigError, match="roles are of infer, pin"):
+        with pytest.raises(ConfigError, match=r"roles.*infer, pin"):
             catalog.keys.create("me", wrong)
 
 
@@ -55,16 +55,16 @@ def test_policies_of_two_tenants_never_overlap(catalog: Catalog) -> None:
     keys = catalog.keys
     keys.create("acme", "user", ["acme-*"])
     keys.create("acme", "score", ["acme-sums"])
-    with pytest.raises(Conflict, match=r"'acme-s\*' overlaps with 'acme-.*' of tenant 'acme'"):
+    with pytest.raises(Conflict, match=r"'acme-s\*'.*'acme'"):
         keys.create("umbrella", "user", ["umbrella-*", "acme-s*"])
     mine = keys.find(keys.create("umbrella", "user", ["umbrella-*"]))
-    with pytest.raises(Conflict, match="may use every policy"):
+    with pytest.raises(Conflict, match="every policy"):
         keys.create("initech", "user")
     with pytest.raises(Conflict, match="overlaps"):
         keys.limit(mine.id, {}, ["acme-*"])
     # The installation's own admins reach everything.
     keys.create("local", "admin")
-    with pytest.raises(ConfigError, match="neither a policy's name nor a prefix"):
+    with pytest.raises(ConfigError, match=r"'\*-sums'"):
         keys.create("acme", "user", ["*-sums"])
     for key in keys.all():
         if key.owner == "acme":
@@ -74,7 +74,7 @@ def test_policies_of_two_tenants_never_overlap(catalog: Catalog) -> None:
 
 def test_a_key_without_policies_stands_in_the_way_of_tenants(catalog: Catalog) -> None:
     free = catalog.keys.find(catalog.keys.create("old", "user"))
-    with pytest.raises(Conflict, match=f"Key {free.id} of 'old' may use every policy"):
+    with pytest.raises(Conflict, match=f"{free.id}.*every policy"):
         catalog.keys.create("acme", "user", ["acme-*"])
     catalog.keys.limit(free.id, {}, ["old-*"])
     catalog.keys.create("acme", "user", ["acme-*"])
@@ -106,9 +106,9 @@ def test_limits(catalog: Catalog) -> None:
         catalog.keys.set_tenant(Tenant("acme", limits, 2.0))
         assert catalog.keys.tenant("acme") == Tenant("acme", limits, 2.0)
     for wrong in ({"tokens": 1.0}, {"concurrency": -1.0}, {"load_share": 2.0}):
-        with pytest.raises(ConfigError, match="is not a limit"):
+        with pytest.raises(ConfigError, match="not a limit"):
             catalog.keys.limit(key.id, wrong)
-    with pytest.raises(ConfigError, match="weight must be above 0"):
+    with pytest.raises(ConfigError, match="weight"):
         catalog.keys.set_tenant(Tenant("acme", {}, 0.0))
 
 

@@ -251,7 +251,7 @@ def test_a_retired_revision_is_not_routed(catalog: Catalog) -> None:
     catalog.routes.update(Route("sorting", champion=digest(0)), 0)
     catalog.releases.add(make_release("r1", digest(1)))
     for named in (0, 1):
-        with pytest.raises(Conflict, match="routed or in a running release"):
+        with pytest.raises(Conflict, match="routed"):
             catalog.lifecycle.retire("sorting", digest(named), "ann", "Old.")
     retired = catalog.lifecycle.retire("sorting", digest(2), "ann", "Old.")
     assert (retired.retired_by, retired.retired_reason) == ("ann", "Old.")
@@ -407,7 +407,7 @@ def test_policies_come_by_the_thousand(catalog: Catalog, monkeypatch: pytest.Mon
     assert len({catalog.routes.get(name).salt for name in names}) == 25
     assert catalog.policies.owners([*sorted(names), "ghost"]) == dict.fromkeys(names, ("me", "base"))
     catalog.purges.run("p07", "ann", 1.0)
-    for refused, reason in ((policy(3, "they"), "belongs to 'me'"), (policy(7), "was purged by 'ann'")):
+    for refused, reason in ((policy(3, "they"), "belongs to 'me'"), (policy(7), "purged by 'ann'")):
         with pytest.raises(Conflict, match=reason):
             catalog.policies.add_many([*(policy(i) for i in range(30, 41)), policy(42), refused])
         # Of one transaction all or none.

@@ -53,7 +53,7 @@ def test_what_runs_goes_on_when_a_newer_version_migrates_the_catalog(catalog_url
 
 def test_an_older_version_neither_starts_nor_changes_a_newer_catalog(catalog_url: str) -> None:
     migrate_as_a_newer_version(catalog_url)
-    says = rf"has schema {NEWER}, this code needs {SCHEMA_VERSION}\. A newer version .* upgrade this"
+    says = f"schema {NEWER}.*{SCHEMA_VERSION}.*upgrade"
     with pytest.raises(ConfigError, match=says):
         Catalog(catalog_url)
     with pytest.raises(ConfigError, match=says) as refused:
@@ -68,7 +68,7 @@ def test_an_older_version_neither_starts_nor_changes_a_newer_catalog(catalog_url
 
 def test_a_newer_version_does_not_use_an_older_catalog_before_it_is_migrated(empty_catalog_url: str) -> None:
     upgrade_to(empty_catalog_url, FIRST_SHARED)
-    says = rf"has schema {FIRST_SHARED}, this code needs {SCHEMA_VERSION}\. Start an engine or the controller"
+    says = f"schema {FIRST_SHARED}.*{SCHEMA_VERSION}.*controller"
     with pytest.raises(ConfigError, match=says):
         Catalog(empty_catalog_url)
     migrate(empty_catalog_url)

@@ -73,7 +73,7 @@ def test_the_engines_refusal_of_log_probabilities_is_its_sentence(status: int, k
 def test_an_answer_that_is_not_ours_is_quoted() -> None:
     client = ControllerClient("http://controller")
     served(client, lambda request: httpx.Response(502, text="<html>Bad gateway</html>"))
-    with pytest.raises(ServiceError, match=r"The controller answered 502: <html>Bad gateway"):
+    with pytest.raises(ServiceError, match=r"502.*<html>Bad gateway"):
         client.release("r1")
 
 
@@ -109,9 +109,9 @@ def test_rollouts_are_asked_for_again_while_the_engine_is_full_or_away() -> None
 @pytest.mark.parametrize(
     ("status", "kind", "says"),
     [
-        (400, ConfigError, r"refused the rollouts of 'sums' with 400: .*engine\.max_model_len"),
+        (400, ConfigError, r"400.*engine\.max_model_len"),
         (403, ConfigError, "with 403"),
-        (404, NotFound, "does not know 'sums'"),
+        (404, NotFound, "'sums'"),
         (422, ConfigError, "with 422"),
     ],
 )
@@ -139,7 +139,7 @@ def test_a_controller_that_comes_back_is_asked_again() -> None:
 
 def test_nothing_there_and_no_answer_are_told_apart() -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    with EngineClient(url) as client, pytest.raises(NotRunning, match=r"The engine at .* does not answer"):
+    with EngineClient(url) as client, pytest.raises(NotRunning, match=f"engine.*{url}"):
         client.residency()
     with socket.create_server(("127.0.0.1", 0)) as busy:
         url = f"http://127.0.0.1:{busy.getsockname()[1]}"

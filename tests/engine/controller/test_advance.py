@@ -99,14 +99,14 @@ def test_a_revision_that_loses_its_language_is_held_whatever_it_scores(
     skipped = advance(replace(row, skip_gates={"score": BY}), seen)
     assert skipped == Action("next_gate", "The score gate was skipped by me: known to be bad")
     worse = replace(seen, score=SCORES["worse"])
-    assert "The offline score fell" in advance(row, worse).reason
+    assert "score fell" in advance(row, worse).reason
 
 
 def test_the_margin_of_general_text_is_a_setting() -> None:
     settings = SETTINGS.model_copy(update={"general_margin": 0.5}).model_dump()
     row, language = release(step="score", settings=settings), LanguageScore(50, 29.0, 20.0)
     assert advance(row, evidence(score=SCORES["better"], language=language)).kind == "next_gate"
-    assert "rose from the base's 20.00 to 29.00; 5% more is allowed" in (
+    assert "20.00 to 29.00; 5%" in (
         advance(release(step="score"), evidence(score=SCORES["better"], language=language)).reason
     )
 
@@ -243,7 +243,7 @@ def test_a_margin_that_can_never_be_met_is_refused_with_the_exposure_that_it_nee
     row = release(step="canary", settings=SETTINGS.model_dump() | {"margin": margin})
     action = advance(row, evidence(units_per_s=2.0))
     assert action.kind == "hold"
-    assert f"takes {needed} canary units" in action.reason
+    assert f"{needed} canary units" in action.reason
     assert "240 within 600 s" in action.reason
     assert advance(row, evidence(units_per_s=None)).kind == "start_canary"
     assert advance(release(step="canary"), evidence(units_per_s=2.0)).kind == "start_canary"

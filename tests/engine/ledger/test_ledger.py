@@ -250,7 +250,7 @@ def test_a_ledger_held_by_somebody_else_is_a_sentence(tmp_path: Path) -> None:
     try:
         assert holder.stdout is not None
         holder.stdout.readline()
-        with pytest.raises(Conflict, match=f"held by process {holder.pid}"):
+        with pytest.raises(Conflict, match=f"process {holder.pid}"):
             Ledger(path)
     finally:
         holder.kill()

@@ -68,7 +68,7 @@ def test_what_is_not_known_counts_as_reserved(log: UsageLog, tmp_path: Path) -> 
 def test_a_budget_is_used_up_and_not_exceeded(log: UsageLog) -> None:
     budgets = [Budget("tenant:acme", DAY, 100), Budget("key:k-acme", MONTH, 1000)]
     first = log.admit(asked(1, reserved=60), budgets)
-    with pytest.raises(LimitReached, match="40 of 100 tokens left in 2026-09-21") as refused:
+    with pytest.raises(LimitReached, match=r"40 of 100.*2026-09-21") as refused:
         log.admit(asked(2, reserved=41), budgets)
     assert refused.value.code == "insufficient_quota"
     assert 0 < refused.value.retry_after_s <= 86400

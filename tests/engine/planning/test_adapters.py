@@ -123,7 +123,7 @@ def test_experts_in_three_axes_take_twice_the_rank():
     experts = sum(tensor.nbytes for name in stacked for tensor in getattr(layer, name))
     only = slot_bytes(base, 8, 2, targets=("gate_proj", "up_proj", "down_proj"), fused_experts=True)
     assert only == 2 * experts
-    with pytest.raises(ConfigError, match="rank 128, which needs 256 in its fused experts"):
+    with pytest.raises(ConfigError, match=r"rank 128.*256"):
         plan(GPT_OSS_20B, 128)
 
 
@@ -178,7 +178,7 @@ def test_small_adapters_have_a_copy_in_each_process():
 def test_slots_are_of_ranks_that_vllm_has():
     assert [slot_rank(rank) for rank in (1, 2, 8, 9, 65, 128)] == [1, 8, 8, 16, 128, 128]
     for rank in (0, 129):
-        with pytest.raises(ConfigError, match=f"No engine serves rank {rank}"):
+        with pytest.raises(ConfigError, match=f"rank {rank}"):
             slot_rank(rank)
 
 
@@ -186,12 +186,12 @@ def test_slots_are_of_ranks_that_vllm_has():
     ("config", "kind", "sentence"),
     [
         ({}, ConfigError, "has no model_type"),
-        ({"model_type": "mamba"}, BaseModelError, "type 'mamba' is not supported"),
+        ({"model_type": "mamba"}, BaseModelError, "type 'mamba'"),
         ({"model_type": "llama", "num_hidden_layers": 2}, ConfigError, "lacks 'hidden_size'"),
-        (LLAMA3_8B | {"hidden_size": "4096"}, ConfigError, "hidden_size in the config is '4096'"),
-        (LLAMA3_8B | {"num_hidden_layers": 10**9}, ConfigError, "an integer from 1 to 4096"),
-        (LLAMA3_8B | {"num_attention_heads": 0}, ConfigError, "num_attention_heads in the config is 0"),
-        (QWEN3_30B_A3B | {"mlp_only_layers": 3}, ConfigError, "must be a list of layers"),
+        (LLAMA3_8B | {"hidden_size": "4096"}, ConfigError, "hidden_size.*'4096'"),
+        (LLAMA3_8B | {"num_hidden_layers": 10**9}, ConfigError, "num_hidden_layers.*1 to 4096"),
+        (LLAMA3_8B | {"num_attention_heads": 0}, ConfigError, "num_attention_heads.*is 0"),
+        (QWEN3_30B_A3B | {"mlp_only_layers": 3}, ConfigError, "mlp_only_layers"),
         (LLAMA3_8B | {"quantization_config": {"quant_method": "odd"}}, ConfigError, "Give --weight-bits"),
     ],
 )
@@ -201,13 +201,11 @@ def test_a_config_that_is_none_is_refused_with_what_is_wrong(config, kind, sente
 
 
 def test_what_fits_nowhere_or_cannot_be_cut_is_refused_with_numbers():
-    with pytest.raises(
-        ConfigError, match=r"Each of 64 devices has 4\.00 GiB and needs .* the base in the engine"
-    ):
+    with pytest.raises(ConfigError, match=r"64 devices.*base in the engine"):
         plan(read_config(KIMI_K2), gib=4)
-    with pytest.raises(ConfigError, match="over 3 devices: 32 attention heads do not divide by 3"):
+    with pytest.raises(ConfigError, match=r"3 devices.*32 attention heads"):
         plan(LLAMA3_8B, devices=3)
-    with pytest.raises(ConfigError, match="The base has no projection 'c_attn'; it has down_proj"):
+    with pytest.raises(ConfigError, match=r"'c_attn'.*down_proj"):
         plan(LLAMA3_8B, targets=("c_attn",))
 
 
@@ -248,9 +246,9 @@ def test_without_a_gpu_the_plan_says_what_one_device_needs(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--rank", "1", "--memory-gib", "24"], "--rank goes with --config"),
-        (["--config", "nowhere.json", "--memory-gib", "24"], "cannot be read: No such file"),
-        (["--config", str(KIMI_K2), "--memory-gib", "24", "--dtype", "int3"], "--dtype is bfloat16 or"),
+        (["--rank", "1", "--memory-gib", "24"], "--config CONFIG.json"),
+        (["--config", "nowhere.json", "--memory-gib", "24"], "No such file"),
+        (["--config", str(KIMI_K2), "--memory-gib", "24", "--dtype", "int3"], "--dtype is bfloat16"),
         (["--config", __file__, "--memory-gib", "24"], "is not JSON"),
     ],
 )

@@ -76,7 +76,7 @@ def test_the_count_is_the_published_one():
 
 
 def test_another_family_is_refused_by_name():
-    with pytest.raises(ConfigError, match="family 'mamba' cannot be planned"):
+    with pytest.raises(ConfigError, match="family 'mamba'"):
         plan({"model_type": "mamba"}, 80 * GIB, EngineConfig(), TrainerConfig())
 
 
@@ -261,7 +261,7 @@ def test_a_refusal_states_the_numbers_and_each_remedy_is_just_enough():
 
     trainer = TrainerConfig()
     found = plan(QWEN3_06B, 24 * GIB, ROOMY, trainer)
-    with pytest.raises(ConfigError, match=r"The GPU has 24\.00 GiB.* need .* more.*KV cache") as error:
+    with pytest.raises(ConfigError, match=r"24\.00 GiB.*KV cache") as error:
         refuse_unless_it_fits(QWEN3_06B, found, ROOMY, trainer)
     remedies = dict(re.findall(r"engine\.(\w+): (\d+)", str(error.value)))
     assert set(remedies) >= {"max_num_seqs", "max_model_len"}
@@ -273,12 +273,12 @@ def test_a_refusal_states_the_numbers_and_each_remedy_is_just_enough():
 
 def test_a_base_that_can_never_fit_is_refused_without_a_remedy():
     found = plan(QWEN3_30B_A3B, 40 * GIB, EngineConfig(), TrainerConfig())
-    with pytest.raises(ConfigError, match="choose a smaller base"):
+    with pytest.raises(ConfigError, match="smaller base"):
         refuse_unless_it_fits(QWEN3_30B_A3B, found, EngineConfig(), TrainerConfig())
 
 
 def test_a_kv_cache_that_holds_no_sequence_is_refused():
     engine = EngineConfig(max_model_len=8192, kv_cache_gib=0.5)
     found = plan(QWEN3_06B, 80 * GIB, engine, TrainerConfig())
-    with pytest.raises(ConfigError, match="does not hold one sequence of 8192 tokens"):
+    with pytest.raises(ConfigError, match="sequence of 8192"):
         refuse_unless_it_fits(QWEN3_06B, found, engine, TrainerConfig())

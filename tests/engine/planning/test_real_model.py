@@ -170,7 +170,7 @@ def test_the_settings_reach_the_trainer(tiny_base):
         trainer = TrainerConfig(gradient_checkpointing=setting, threads=1)
         base = load_base(Params(trainer=trainer), tiny_base, None)
         assert (base.checkpointing, base.device.type, base.model.dtype) == (expected, "cpu", torch.float32)
-    with pytest.raises(ConfigError, match="torch sees no GPU"):
+    with pytest.raises(ConfigError, match=r"trainer\.device.*no GPU"):
         load_base(Params(trainer=TrainerConfig(device="cuda")), tiny_base, None)
 
 
@@ -178,7 +178,7 @@ def test_a_base_of_an_unknown_family_is_refused_before_its_weights_are_read(tmp_
     from transformers import GPT2Config
 
     GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2).save_pretrained(tmp_path)
-    with pytest.raises(BaseModelError, match=r"model type 'gpt2'.*Set base\.name to .*qwen3_moe"):
+    with pytest.raises(BaseModelError, match=r"'gpt2'.*qwen3_moe"):
         ResidentBase(tmp_path, 1, 64)
 
 
@@ -234,7 +234,7 @@ def test_slots_in_vllms_own_tensors_hold_what_ours_hold():
     assert all(tensor.squeeze(1).is_contiguous() for tensor in kept)
     assert sum(tensor[2].abs().sum() for tensor in kept) > 0
     (block, *_) = adapter(("q_proj",), 16, 0).layout.blocks
-    assert "over the engine's maximum of 8" in kinds[1].unsupported_reason(block, torch.float32)
+    assert "maximum of 8" in kinds[1].unsupported_reason(block, torch.float32)
 
 
 def arguments(params: Params, found: MemoryPlan | None, base: Path) -> dict[str, object]:
@@ -311,7 +311,7 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Params:
 def test_a_start_on_a_gpu_that_is_too_small_shows_the_plan_and_starts_nothing(small_gpu, capsys):
     from engine.services import lifecycle as services
 
-    with pytest.raises(ConfigError, match=r"The GPU has 1\.00 GiB"):
+    with pytest.raises(ConfigError, match=r"GPU.*1\.00 GiB"):
         services.start(
             small_gpu, lambda: pytest.fail("the base was built"), lambda name, text: pytest.fail(name),
             os.getpid(), ("engine", "trainer"),
@@ -324,7 +324,7 @@ def test_the_trainer_itself_refuses_before_it_loads_anything(small_gpu, monkeypa
     from engine.training.service.app import load_trainer
 
     monkeypatch.setattr("engine.base.resident.ensure_base", lambda *_: pytest.fail("the base was opened"))
-    with pytest.raises(ConfigError, match=r"The GPU has 1\.00 GiB"):
+    with pytest.raises(ConfigError, match=r"GPU.*1\.00 GiB"):
         load_trainer(small_gpu)
 
 

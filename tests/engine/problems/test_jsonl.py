@@ -24,19 +24,19 @@ def questions(count: int) -> list[dict]:
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        ("{not json", "is not valid JSON"),
-        ("question,answer", 'Give one line for each problem: {"question": '),
-        ('["a"]', "must be an object with question and answer, not list"),
+        ("{not json", "valid JSON"),
+        ("question,answer", '{"question": '),
+        ('["a"]', "not list"),
         ('{"answer": "1"}', "needs a `question`"),
         ('{"question": "  ", "answer": "1"}', "needs a `question`"),
         ('{"question": 3, "answer": "1"}', "needs a `question`"),
         ('{"question": "q"}', "needs an `answer`"),
-        ('{"instruction": "q", "output": "1"}', "It has `instruction`, `output`."),
+        ('{"instruction": "q", "output": "1"}', "`instruction`, `output`"),
         ('{"prompt": "q", "completion": "1"}', "needs an `answer`. It has `prompt`, `completion`."),
-        ('{"question": "What is 3?", "answer": "4"}', "contradicts line 4: the same question"),
-        ('{"question": " What is 3? ", "answer": "4"}', "contradicts line 4: the same question"),
+        ('{"question": "What is 3?", "answer": "4"}', "line 4"),
+        ('{"question": " What is 3? ", "answer": "4"}', "line 4"),
         ('{"question": "half \\ud800", "answer": "4"}', "half a character"),
-        ('{"question": "q", "answer": ' + "[" * 100_000 + "}", "is not valid JSON"),
+        ('{"question": "q", "answer": ' + "[" * 100_000 + "}", "valid JSON"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_line(tmp_path: Path, line: str, fault: str) -> None:
@@ -57,7 +57,7 @@ def test_an_empty_file_is_refused(tmp_path: Path, text: str, fault: str) -> None
 
 def test_too_few_lines_are_refused_with_the_counts(tmp_path: Path) -> None:
     source = write(tmp_path / "data.jsonl", questions(9))
-    with pytest.raises(ConfigError, match=r"training and .* frozen items; each side needs 8"):
+    with pytest.raises(ConfigError, match=r"frozen items.*\b8\b"):
         import_file(source, tmp_path / "train.jsonl", 50)
 
 

@@ -69,7 +69,7 @@ def test_an_adapter_from_elsewhere_becomes_a_revision_by_the_command(tiny_base, 
     (digest,) = {line.split()[1] for run in runs for line in run.splitlines() if "digest" in line}
     assert "layout          plain" in runs[0]
     assert "Nothing was imported" in runs[0]
-    assert "loading the base here to compute the effect probe" in runs[1]
+    assert "loading the base" in runs[1]
     assert f"imported as afar@{digest[:12]}" in runs[1]
     assert f"`graftwork serve --revision afar@{digest[:12]}`" in runs[1]
     params = load_params(tmp_path / "params.yaml")
@@ -109,7 +109,7 @@ def test_an_import_as_json_and_into_a_name_that_was_purged(tiny_base, tmp_path):
     params = load_params(tmp_path / "params.yaml")
     purge(params, "afar", "ann", "asked for it", lambda place, counts: None)
     assert not list(tmp_path.glob("state/revisions/*"))
-    with pytest.raises(AssertionError, match=r"was purged by 'ann'.*--reuse-name"):
+    with pytest.raises(AssertionError, match=r"purged by 'ann'.*--reuse-name"):
         command(tmp_path, *given)
     assert not list(tmp_path.glob("state/revisions/*"))
     assert json.loads(command(tmp_path, *given, "--again"))["imported"] == name
@@ -253,9 +253,9 @@ def test_what_the_engine_cannot_serve_is_refused_before_anything_is_written(tiny
     params, base = settings_of(tiny_base, tmp_path / "state"), BaseShapes.read(tiny_base)
     wide = write(tmp_path / "wide", canonical(base, default=64), "plain", base)
     foreign, info = inspect(params, wide)
-    with pytest.raises(AdapterError, match="rank 64, over the engine's"):
+    with pytest.raises(AdapterError, match=r"rank 64.*`engine\.max_rank`"):
         publish(params, wide, foreign, info, "afar", "local", refuse)
-    with pytest.raises(ConfigError, match="is not a policy name"):
+    with pytest.raises(ConfigError, match="'A Far'"):
         publish(params, wide, foreign, info, "A Far", "local", refuse)
     assert not (tmp_path / "state").exists()
 
@@ -279,7 +279,7 @@ def test_a_target_that_vllm_drops_on_cuda_is_refused_there_alone(tmp_path, monke
     monkeypatch.setattr(importing, "cuda_bytes", lambda: 80 << 30)
     params = params.model_copy(update={"engine": EngineConfig(dtype="float32")})
     check(kept)
-    with pytest.raises(AdapterError, match=r"the target kv_b_proj: vLLM's.* train without this target\."):
+    with pytest.raises(AdapterError, match="target kv_b_proj"):
         check(tensors)
     assert set(base.targets_on(cuda=False)) - set(base.targets_on(cuda=True)) == {"kv_b_proj"}
 

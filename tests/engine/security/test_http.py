@@ -83,11 +83,11 @@ def test_any_other_address_needs_tls_or_a_proxy(tmp_path: Path, address: str) ->
     file = tmp_path / "params.yaml"
     for service in ("engine", "trainer", "controller", "mlflow", "prefect"):
         file.write_text(f'{service}: {{listen: "{address}"}}\n')
-        with pytest.raises(ConfigError, match=rf"listen: {address}.*clear text; give `tls_certificate`"):
+        with pytest.raises(ConfigError, match=rf"listen: {address}.*`tls_certificate`"):
             load_params(file)
         file.write_text(f'{service}: {{listen: "{address}", behind_proxy: true}}\n')
         assert str(load_params(file).listener(service).listen) == address
-    with pytest.raises(ValueError, match="both `tls_certificate` and `tls_key`"):
+    with pytest.raises(ValueError, match="both `tls_certificate`"):
         listener(listen=address, tls_certificate="/c.pem")
     with pytest.raises(ValueError, match="absolute paths"):
         listener(listen=address, tls_certificate="c.pem", tls_key="/k.pem")
@@ -97,12 +97,12 @@ def test_any_other_address_needs_tls_or_a_proxy(tmp_path: Path, address: str) ->
 def test_a_url_without_a_scheme_is_a_sentence_with_an_example(tmp_path: Path, service: str) -> None:
     file = tmp_path / "params.yaml"
     file.write_text(f'{service}: {{at: "10.0.0.7:8462"}}\n')
-    with pytest.raises(ConfigError, match=rf"`{service}.at`: Input should be http:// or https:// and a host"):
+    with pytest.raises(ConfigError, match=rf"`{service}\.at`.*\bhost\b"):
         load_params(file)
     file.write_text('store: {url: "bucket/adapters"}\n')
-    with pytest.raises(ConfigError, match=r"`store.url`: Input should be a URL such as s3://bucket/adapters"):
+    with pytest.raises(ConfigError, match=r"`store\.url`.*s3://"):
         load_params(file)
-    with pytest.raises(ConfigError, match=r"is not a catalog's URL. Write sqlite:///FILE or postgresql://"):
+    with pytest.raises(ConfigError, match=r"'db\.example/graftwork'.*sqlite:"):
         migrate("db.example/graftwork")
 
 

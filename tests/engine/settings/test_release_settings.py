@@ -40,7 +40,7 @@ def test_a_fault_of_a_policys_settings_names_policy_and_setting() -> None:
 
 @pytest.mark.parametrize("more", [{"feedback": "none"}, {"guards": ("errors",)}])
 def test_segments_without_rewards_are_refused(more: dict) -> None:
-    with pytest.raises(ValidationError, match="segments are judged by rewards"):
+    with pytest.raises(ValidationError, match=r"`segments`.*`feedback`"):
         ReleaseConfig(segments=("de",), **more)
 
 

@@ -77,7 +77,7 @@ def test_damaged_bytes_are_refused_and_never_cached(store, params):
     store.client.pipe_file(name, b"x" * 50)
     faults = store.check([whole, cut])
     assert faults[0] is None
-    assert "50 of 7000 bytes" in str(faults[1])
+    assert "50 of 7000" in str(faults[1])
     with pytest.raises(AdapterError, match="damaged"):
         store.fetch(cut)
     store.client.rm(name)
@@ -184,7 +184,7 @@ def test_the_loser_of_a_claim_publishes_nothing_and_removes_nothing(params, tmp_
     with opened(params) as loser, opened(theirs) as winner:
         while_looking(loser.store, lambda: winner.publish("here", 1))
         for action in (partial(loser.publish, "here", 2), partial(gc, loser.catalog, loser.store)):
-            with pytest.raises(Conflict, match="belongs to another catalog"):
+            with pytest.raises(Conflict, match="another catalog"):
                 action()
         assert len(objects(winner.store)) == 1
         winner.publish("here", 3)
@@ -198,7 +198,7 @@ def test_a_store_without_conditional_writes_is_claimed_by_hand(store, kind, monk
         monkeypatch.setattr(client, "pipe_file", lambda path, data, mode="overwrite": write(path, data))
     else:
         monkeypatch.setattr(client, "pipe_file", MethodType(AbstractFileSystem.pipe_file, client))
-    with pytest.raises(ConfigError, match=f"no conditional writes.*write {'a' * 32} into {CATALOG_ID}"):
+    with pytest.raises(ConfigError, match=f"{'a' * 32}.*{CATALOG_ID}"):
         store.belong_to("a" * 32)
     assert store.catalog_id() is None
     client.pipe_file(f"{store.place}/{CATALOG_ID}", b"a" * 32)
@@ -213,7 +213,7 @@ def test_a_service_that_is_away_is_one_sentence(tmp_path, monkeypatch):
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         began = time.monotonic()
         with closing(RemoteStore("s3://away/x", tmp_path / "holds", Cache(tmp_path / "cache", MIB))) as store:
-            with pytest.raises(ServiceError, match=r"did not take 4 bytes; nothing was published"):
+            with pytest.raises(ServiceError, match=r"\b4 bytes"):
                 store.append(b"lost")
         assert time.monotonic() - began < 60
 
@@ -298,7 +298,7 @@ def test_a_full_disk_keeps_no_half_copy(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ServiceError, match="No space left on device"):
+    with pytest.raises(ServiceError, match="No space left"):
         keep(cache, 2)
     monkeypatch.undo()
     assert cache.find(blob(2)[0]) is None

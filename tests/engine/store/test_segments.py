@@ -77,14 +77,14 @@ def test_damage_is_refused(tmp_path):
     with pytest.raises(AdapterError, match="damaged"):
         store.read(location)
     path.write_bytes(data[:50])
-    with pytest.raises(AdapterError, match="50 of 100 bytes"):
+    with pytest.raises(AdapterError, match="50 of 100"):
         store.read(location)
     gone = Location("gone.seg", 0, 1, "0" * 64)
     with pytest.raises(MissingBytes, match="No such file"):
         store.read(gone)
     cut, missing = store.check([location, gone])
     assert isinstance(cut, DamagedBytes)
-    assert "50 of 100 bytes" in str(cut)
+    assert "50 of 100" in str(cut)
     assert isinstance(missing, MissingBytes)
 
 
@@ -101,7 +101,7 @@ def test_a_full_disk_publishes_nothing(tmp_path, monkeypatch):
         return real(fd, views, offset)
 
     monkeypatch.setattr(os, "pwritev", full)
-    with pytest.raises(ServiceError, match="No space left on device"):
+    with pytest.raises(ServiceError, match="No space left"):
         store.append(b"lost" * 100)
     monkeypatch.undo()
     # What was acknowledged is there, and nothing else keeps the disk full.
@@ -129,7 +129,7 @@ def test_after_a_failed_fsync_the_segment_is_not_written_again(tmp_path, monkeyp
 def test_a_real_full_disk_and_a_read_only_one_lose_nothing(small_disk):
     store = Store(small_disk / "store")
     kept = store.append(b"kept" * 1000)
-    with pytest.raises(ServiceError, match=r"No space left on device.*nothing was published"):
+    with pytest.raises(ServiceError, match=r"No space left.*published"):
         store.append_many([os.urandom(5_000_000)] * 2)
     after = store.append(b"after" * 1000)
     store.close()

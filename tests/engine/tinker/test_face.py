@@ -89,19 +89,19 @@ def test_a_result_that_takes_long_is_polled_for(served: Served, client: tinker.S
 
 def test_a_failed_operation_raises_its_sentence(served: Served, client: tinker.ServiceClient) -> None:
     model = trained(client)
-    with pytest.raises(tinker.RequestFailedError, match="The trainer does not answer"):
+    with pytest.raises(tinker.RequestFailedError, match="trainer"):
         model.forward_backward([datum(1.0)], "ppo").result()
     assert model.optim_step(tinker.AdamParams(learning_rate=0.0)).result().metrics == {"weight": 0.0}
 
 
 def test_what_cannot_be_honoured_is_refused_by_name(client: tinker.ServiceClient) -> None:
-    with pytest.raises(tinker.BadRequestError, match="Rank 64 is over"):
+    with pytest.raises(tinker.BadRequestError, match="Rank 64"):
         trained(client, rank=64)
     with pytest.raises(tinker.BadRequestError, match="train_unembed alone"):
         trained(client, train_mlp=False, train_attn=False)
-    with pytest.raises(tinker.BadRequestError, match="'gpt-9' is not resident"):
+    with pytest.raises(tinker.BadRequestError, match="'gpt-9'"):
         client.create_lora_training_client("gpt-9").result()
-    with pytest.raises(tinker.RequestFailedError, match="'stable_reinforce' is not supported"):
+    with pytest.raises(tinker.RequestFailedError, match="'stable_reinforce'"):
         trained(client).forward_backward([datum(1.0)], "stable_reinforce").result()
 
 
@@ -298,7 +298,7 @@ def test_a_model_that_lost_gradients_in_a_restart_says_so(
     model.forward_backward([datum(1.0)], "cross_entropy").result()
     # As after a restart: nothing of the model is in memory.
     assert served.models.lines.close("acme", model.model_id.partition(":")[0])
-    with pytest.raises(tinker.RequestFailedError, match="lost when the server restarted"):
+    with pytest.raises(tinker.RequestFailedError, match=r"Gradients.*restarted"):
         model.optim_step(tinker.AdamParams(learning_rate=1.0)).result()
     assert served.ask("GET", f"/training_runs/{model.model_id}").json()["corrupted"] is True
     assert client.create_training_client_from_state(path).model_id

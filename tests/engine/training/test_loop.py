@@ -221,7 +221,7 @@ def test_a_question_that_is_too_long_is_asked_once_and_named(
     monkeypatch.setattr(rollout_data, "sample_groups", counted)
     # Another test's engine of the same catalog may have ended seconds ago.
     monkeypatch.setattr(Engines, "urls", lambda _: [loop.params.url("engine")])
-    with pytest.raises(ConfigError, match=r"refused the rollouts of .* with 400: .*engine\.max_model_len"):
+    with pytest.raises(ConfigError, match=r"400.*engine\.max_model_len"):
         loop.train("too-long", system="word " * 400)
     assert len(asked) == 1
 
@@ -289,9 +289,7 @@ def test_a_rank_that_the_engine_does_not_serve_is_refused_before_its_first_rollo
     config = PolicyConfig(task="addition", suite="s", rank=16)
     params = Params(state_dir=tmp_path, policies={"sums": config})
     assert params.engine.max_rank == 8
-    with pytest.raises(
-        ConfigError, match=r"'sums' has rank 16, and the engine serves up to 8\. Raise engine"
-    ):
+    with pytest.raises(ConfigError, match=r"rank 16.*engine\.max_rank"):
         train(params, "sums", config, "key")
 
 

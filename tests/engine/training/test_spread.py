@@ -201,10 +201,10 @@ def test_engines_that_are_full_are_asked_again_within_patience(start: Any) -> No
 
 def test_what_every_engine_refuses_is_raised_without_waiting(start: Any) -> None:
     engines = [start(always(400)), start(always(400))]
-    with pytest.raises(ConfigError, match=r"with 400: .*engine\.max_model_len"):
+    with pytest.raises(ConfigError, match=r"400.*engine\.max_model_len"):
         drawn(*engines)
     assert all(len(engine.asked) <= 3 for engine in engines)
-    with pytest.raises(NotFound, match="does not know 'sums@1'"):
+    with pytest.raises(NotFound, match="'sums@1'"):
         drawn(start(always(404)), start(always(404)))
 
 

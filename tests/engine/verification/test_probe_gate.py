@@ -257,7 +257,7 @@ def test_a_revision_of_another_base_by_its_digest_is_refused_by_the_engine(gate:
     gate.serve(digest, tensors, base="f" * 64)
     result = gate.verify(digest)
     assert not result["accepted"]
-    assert "belongs to base ffffffffffff" in result["reason"]
+    assert "base ffffffffffff" in result["reason"]
     assert len(gate.verdicts(digest)) == 1
 
 
@@ -285,7 +285,7 @@ def test_without_a_trainer_it_is_refused_all_the_same(gate: Gate):
     result = verify(away, "gate", digest, gate.engine.key)
     assert not result["accepted"]
     assert result["module"] == "unknown"
-    assert "The module at fault could not be found: The trainer at" in result["reason"]
+    assert "The trainer at" in result["reason"]
     assert time.monotonic() - began < 30
     # With a trainer the same revision gets its module.
     assert gate.verify(digest)["module"] == "self_attn.q_proj of layers 0 to 2"
@@ -301,7 +301,7 @@ def test_a_gate_that_opens_again_lifts_its_own_tombstone_only(gate: Gate):
     refused = gate.verify(digest)
     # Every part is as it should be: it is the probe that is of something else.
     assert refused["module"] == "unknown"
-    assert "Each projection alone is reproduced" in refused["reason"]
+    assert "projection alone" in refused["reason"]
     assert max(refused["errors"].values()) < TOL / 20
     file.write_text(json.dumps(probe.to_json()))
     assert gate.verify(digest)["accepted"]

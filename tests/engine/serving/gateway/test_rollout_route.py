@@ -80,7 +80,7 @@ async def test_an_adapter_that_is_not_there_is_not_the_base() -> None:
     answer = await ask(engine, "sums@000000000000", [40, 41])
     assert answer is not None
     assert (answer.status_code, engine.asked) == (404, [])
-    assert b"Adapter 'sums@000000000000' is not in the engine" in answer.body
+    assert b"'sums@000000000000'" in answer.body
     for model in (ADAPTER.lora_name, "tiny"):
         await ask(engine, model, [40, 41])
     assert engine.asked == [ADAPTER.lora_name, None]
@@ -159,5 +159,5 @@ def test_a_request_has_so_many_samples_and_no_more() -> None:
     each = MAX_SAMPLES // 4
     Rollouts(model="tiny", prompts=[[1]] * 4, n=each, max_tokens=1)
     for prompts, n in (([[1]] * 5, each), ([[1]] * 4, each + 1)):
-        with pytest.raises(ValidationError, match=f"a request may have {MAX_SAMPLES}"):
+        with pytest.raises(ValidationError, match=f"samples.*{MAX_SAMPLES}"):
             Rollouts(model="tiny", prompts=prompts, n=n, max_tokens=1)

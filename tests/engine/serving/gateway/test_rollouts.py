@@ -83,12 +83,12 @@ def test_what_was_cut_off_says_so(engine: RunningEngine, names: list[str]) -> No
 
 
 def test_faults_are_told_apart(engine: RunningEngine) -> None:
-    with pytest.raises(NotFound, match="does not know 'nobody@123456789abc'"):
+    with pytest.raises(NotFound, match="'nobody@123456789abc'"):
         sampled(engine, "nobody@123456789abc")
-    with pytest.raises(ConfigError, match=r"with 400: .*engine\.max_model_len"):
+    with pytest.raises(ConfigError, match=r"400.*engine\.max_model_len"):
         sample_groups(engine.url, engine.key, engine.base_name, [[40] * 5000], SAMPLING)
     with pytest.raises(ConfigError, match="with 401"):
         sample_groups(engine.url, "gw-wrong", engine.base_name, prompts(1), SAMPLING)
     # Ids outside the vocabulary would read another row's memory.
-    with pytest.raises(ConfigError, match=r"with 400: .*engine\.max_model_len"):
+    with pytest.raises(ConfigError, match=r"400.*engine\.max_model_len"):
         sample_groups(engine.url, engine.key, engine.base_name, [[40, 10**6]], SAMPLING)

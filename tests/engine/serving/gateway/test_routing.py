@@ -112,7 +112,7 @@ def test_a_tombstone_is_stronger_than_the_route(catalog):
 
 async def test_unknown_names_are_told_the_known_ones(catalog):
     router = Router(catalog, "tiny", "base")
-    with pytest.raises(NotFound, match="Known models: tiny, sums"):
+    with pytest.raises(NotFound, match="tiny, sums"):
         await router.admit("nobody", "ann")
     with pytest.raises(NotFound, match="no revision 'cccc'"):
         await router.admit("sums@cccc", "ann")
@@ -202,7 +202,7 @@ def test_a_new_revision_is_found_by_a_name_that_was_unknown(catalog):
 
 
 def test_a_revision_of_another_base_is_refused(catalog):
-    with pytest.raises(AdapterError, match="belongs to base base, but this engine serves base other"):
+    with pytest.raises(AdapterError, match=r"base base.*base other"):
         Router(catalog, "tiny", "other").resolve(f"sums@{CANARY[:12]}", "ann")
 
 
@@ -242,7 +242,7 @@ def test_a_gateway_that_gets_no_cpu_for_a_second_is_not_blind(catalog, monkeypat
 
 def test_a_gateway_that_has_never_read_refuses(catalog, monkeypatch):
     catalog.access.watch.close()
-    with pytest.raises(ServiceError, match="cannot be read: Cannot operate on a closed"):
+    with pytest.raises(ServiceError, match="closed"):
         Router(catalog, "tiny", "base").resolve("sums", "ann")
 
 
@@ -262,7 +262,7 @@ def test_a_retired_revision_is_gone_but_not_to_the_scorer(catalog):
     pinned = f"sums@{CANARY[:12]}"
     assert router.resolve(pinned, "ann").arm == "pinned"
     catalog.lifecycle.retire("sums", CANARY, "ann", "Nobody needs it.")
-    with pytest.raises(Gone, match=r"was retired: Nobody needs it\."):
+    with pytest.raises(Gone, match=r"retired.*Nobody needs it\."):
         router.resolve(pinned, "ann")
     assert router.resolve(pinned, "ann", purpose="score").digest == CANARY
     catalog.lifecycle.unretire("sums", CANARY, "ann", "Somebody does.")
@@ -426,7 +426,7 @@ def test_a_pinned_revision_whose_stone_cannot_be_read_is_refused(catalog, monkey
     breaks(catalog.tombstones, monkeypatch, "find")
     assert router.resolve(pinned, "ann").digest == CANARY
     clock.now = STALE_S * 1.01
-    with pytest.raises(ServiceError, match="may have been rolled back"):
+    with pytest.raises(ServiceError, match="rolled back"):
         router.resolve(pinned, "ann")
     assert router.resolve(pinned, "ann", purpose="score").digest == CANARY
     monkeypatch.undo()

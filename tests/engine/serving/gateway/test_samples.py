@@ -110,11 +110,11 @@ def test_single_requests_at_once_draw_what_each_draws_alone(engine: RunningEngin
         ({"stop": ["a", 5]}, "stop"),
         ({"top_p": 0}, "top_p"),
         ({"topk_prompt_logprobs": 21}, "topk_prompt_logprobs"),
-        ({"cache_salt": "theirs"}, "'cache_salt' is not served here"),
+        ({"cache_salt": "theirs"}, "'cache_salt'"),
     ],
 )
 def test_what_cannot_be_sampled_is_named(engine: RunningEngine, name: str, body: dict, says: str) -> None:
-    with pytest.raises(ConfigError, match=f"refused the samples of .*{says}"):
+    with pytest.raises(ConfigError, match=f"samples.*{says}"):
         ask(engine, name, **body)
 
 

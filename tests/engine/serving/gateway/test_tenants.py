@@ -298,7 +298,7 @@ async def test_a_key_is_not_trusted_while_the_catalog_is_silent(world: World, mo
     now[0] += 59
     assert router.key(key)
     now[0] += 2
-    with pytest.raises(ServiceError, match="unreadable for 60 s"):
+    with pytest.raises(ServiceError, match="60 s"):
         router.key(key)
     async with world.client(key) as client:
         response = await client.post(**completion())
@@ -380,9 +380,9 @@ def test_policies_are_made_within_their_tenants_patterns(world: World):
     world.key("acme")
     world.key("umbrella")
     make = world.catalog.policies.add
-    with pytest.raises(Conflict, match="within the policies of tenant 'acme'"):
+    with pytest.raises(Conflict, match=r"within.*'acme'"):
         make(Policy("acme-new", "base", {}, "umbrella", 0.0))
-    with pytest.raises(Conflict, match="outside of the policies of tenant 'acme'"):
+    with pytest.raises(Conflict, match=r"outside.*'acme'"):
         make(Policy("new", "base", {}, "acme", 0.0))
     make(Policy("acme-new", "base", {}, "acme", 0.0))
     make(Policy("new", "base", {}, "local", 0.0))

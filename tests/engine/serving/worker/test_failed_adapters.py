@@ -108,8 +108,8 @@ def test_what_one_rank_loses_is_lost_on_both(tmp_path):
         assert result["steps"] == [[1], [1, 3], [3], [1, 3]]
         assert result["lost"] == [2, 4]
         assert ["p@lost" in said for said in result["said"]] == [True, False]
-    assert "lost: on another rank." in first["said"][0]
-    assert "lost: the file ends after 4096 of 1572864 bytes." in second["said"][0]
+    assert "another rank" in first["said"][0]
+    assert "4096 of 1572864" in second["said"][0]
 
 
 if __name__ == "__main__":

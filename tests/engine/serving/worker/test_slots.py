@@ -180,7 +180,7 @@ def test_fused_experts_equal_stock_vllms_from_one_doubled_factor():
     for mine, want in zip(contents(ours), contents(theirs), strict=True):
         assert torch.equal(mine, want)
     over = packed.pack(adapter({"gate_proj": 5, "up_proj": 5}), torch.float32, MOE.fused)
-    with pytest.raises(AdapterError, match="rank 5 of gate and up needs 10"):
+    with pytest.raises(AdapterError, match=r"rank 5.*10"):
         SlotCopyPlan(over.layout, slots_of(PATH, ours))
 
 
@@ -263,9 +263,7 @@ def test_a_removed_file_still_serves(tmp_path, rank, mapped):
     assert not layer.lora_b_stacked[0][1].any()
 
 
-@pytest.mark.parametrize(
-    ("mapped", "reason"), [(False, "ends after 4096 of 3145728 bytes"), (True, "Bad address")]
-)
+@pytest.mark.parametrize(("mapped", "reason"), [(False, "4096 of 3145728"), (True, "Bad address")])
 def test_a_file_cut_short_takes_no_slot(tmp_path, mapped, reason):
     """Touching the lost pages of a mapping would end this process."""
     manager, tier, address, _ = open_tier(tmp_path)

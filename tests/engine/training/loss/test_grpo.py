@@ -162,12 +162,12 @@ def test_a_loss_of_ones_own_is_found_by_its_path(tmp_path, monkeypatch):
     tokens = group()
     found = value("python:mine:squares", tokens, options={"by": 3.0})
     assert found.item() == pytest.approx(3 * (tokens.new_T**2).mean().item())
-    with pytest.raises(ConfigError, match="must return a tensor"):
+    with pytest.raises(ConfigError, match="tensor"):
         value("python:mine:number", tokens)
     for path in ("python:mine:cubes", "python:nowhere:cubes", "python:broken:loss"):
-        with pytest.raises(ConfigError, match=f"The loss '{path}' cannot be loaded"):
+        with pytest.raises(ConfigError, match=f"'{path}'.*loaded"):
             loss_of(path)
-    with pytest.raises(ConfigError, match="The loss 'python:mine:spread' is not a function"):
+    with pytest.raises(ConfigError, match=r"'python:mine:spread'.*function"):
         loss_of("python:mine:spread")
 
 

@@ -88,16 +88,16 @@ def test_the_losses_differ_where_their_papers_do():
 @pytest.mark.parametrize(
     ("loss", "given", "sentence"),
     [
-        ("hope", {}, "no loss 'hope'. Known losses: cross_entropy, importance_sampling, ppo"),
+        ("hope", {}, "no loss 'hope'"),
         ("python:hope", {}, "no loss 'python:hope'"),
-        ("dapo", {"clip": 0.2}, "no setting clip. It has: clip_high, clip_low, geometric, icepop, kl, outl"),
-        ("dapo", {"beta": 0.2}, "dapo has no setting beta"),
-        ("dpo", {"tis": True}, "dpo has no setting tis. It has: beta."),
+        ("dapo", {"clip": 0.2}, "no setting clip."),
+        ("dapo", {"beta": 0.2}, "no setting beta"),
+        ("dpo", {"tis": True}, "no setting tis"),
         ("cross_entropy", {"kl": 1.0}, "It has: none."),
         (
             "dapo",
             {"clip_low": -0.1},
-            "settings of the loss dapo are not valid. `clip_low`: Input should be g",
+            "`clip_low`",
         ),
         ("dapo", {"kl": float("nan")}, "`kl`"),
         ("ppo", {"icepop": [1.5, 2.0]}, "icepop"),
@@ -129,9 +129,9 @@ def test_a_policy_carries_its_loss_to_the_trainer():
     ("given", "sentence"),
     [
         ({"loss": "dpo"}, "loss"),
-        ({"loss": "importance_sampling", "loss_config": {"clip_low": 0.1}}, "has no setting clip_low"),
+        ({"loss": "importance_sampling", "loss_config": {"clip_low": 0.1}}, "setting clip_low"),
         ({"loss_config": {"clip": 0.1}}, "clip"),
-        ({"temperature": 0.7}, "at temperature 1, so samples drawn at another one would bias the loss"),
+        ({"temperature": 0.7}, "log-probabilities.*temperature 1"),
     ],
 )
 def test_a_policy_with_a_loss_that_does_not_fit_is_refused(given, sentence):

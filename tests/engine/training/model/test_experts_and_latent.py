@@ -259,7 +259,7 @@ def test_a_fresh_adapter_is_the_base_and_a_parent_is_continued(bases, kind):
     assert base.score(fresh, ROWS) == base.score(parent, ROWS)
     stored = packed.unpack(packed.pack(tensors, torch.float32, base.shapes.fused))
     assert same(stored, tensors)
-    with pytest.raises(AdapterError, match=r"down_proj\.lora_A has rank .*, but the session has rank 2"):
+    with pytest.raises(AdapterError, match=r"down_proj\.lora_A.*rank 2"):
         base.new_adapter(2, 8.0, ("down_proj",), torch.Generator()).place(tensors)
 
 
@@ -308,7 +308,7 @@ def test_an_adapter_of_several_ranks_and_few_experts_is_held(bases, paths):
     found = base.score(base.hold(tensors), ROWS)
     assert close(found, scores(model), 3e-5)
     assert not close(found, base.score(None, ROWS), 1e-2)
-    with pytest.raises(AdapterError, match="which the base does not have"):
+    with pytest.raises(AdapterError, match=r"module \S*experts\.6"):
         base.hold({key.replace("experts.5", "experts.6"): value for key, value in tensors.items()})
 
 
@@ -335,5 +335,5 @@ def test_experts_laid_out_in_another_way_are_refused(tmp_path):
         **SMALL, "num_hidden_layers": 1, "num_key_value_heads": 1, "head_dim": 8, "num_local_experts": 4,
         "num_experts_per_tok": 2,
     }  # fmt: skip
-    with pytest.raises(BaseModelError, match="cannot train GptOssExperts: it has biases"):
+    with pytest.raises(BaseModelError, match="GptOssExperts"):
         ResidentBase(build("gpt_oss", values, tmp_path), 1, 64)

@@ -165,7 +165,7 @@ def test_a_call_that_fails_leaves_every_policys_gradients(bases):
     before = [{key: factor.grad.clone() for key, factor in one.factors.items()} for one in policies]
     broken = replace(calls[2].data[1], advantages=(float("nan"),) * calls[2].data[1].row.length)
     calls[2] = replace(calls[2], data=[calls[2].data[0], broken, *calls[2].data[2:]])
-    with pytest.raises(ConfigError, match="loss of sample 1 is not a finite number"):
+    with pytest.raises(ConfigError, match=r"sample 1\b.*finite"):
         forward_backward(base, calls)
     for one, gradients in zip(policies, before, strict=True):
         assert all(torch.equal(factor.grad, gradients[key]) for key, factor in one.factors.items())
@@ -184,9 +184,9 @@ def test_only_small_calls_of_several_policies_are_fused(bases, monkeypatch):
     routed = replace(first, row=replace(first.row, routes=torch.zeros(1, 2, 2, dtype=torch.long)))
     replaying = [replace(calls[0], data=[routed]), *calls[1:]]
     assert not is_worth_fusing(base, replaying)
-    with pytest.raises(ConfigError, match="cannot share a pass: a sample has routed_experts"):
+    with pytest.raises(ConfigError, match=r"pass.*routed_experts"):
         forward_backward(base, replaying)
     monkeypatch.setattr(base, "packs", False)
     assert not is_worth_fusing(base, calls)
-    with pytest.raises(ConfigError, match="cannot share a pass"):
+    with pytest.raises(ConfigError, match=r"pass.*packed"):
         forward_backward(base, calls)

@@ -156,7 +156,7 @@ def test_a_parent_is_continued_exactly(base):
     child = base.new_adapter(4, 8.0, TARGETS, torch.Generator().manual_seed(9))
     child.place(parent.canonical(torch.float32))
     assert close(base.score(child, ROWS), base.score(parent, ROWS), 1e-6)
-    with pytest.raises(AdapterError, match="has rank 4, but the session has rank 2"):
+    with pytest.raises(AdapterError, match=r"rank 4.*rank 2"):
         base.new_adapter(2, 8.0, TARGETS, torch.Generator()).place(parent.canonical(torch.float32))
 
 

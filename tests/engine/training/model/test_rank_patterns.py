@@ -113,7 +113,7 @@ def test_a_parent_is_continued_and_a_larger_one_is_refused(base):
     child.place(tensors)
     assert all(torch.equal(value, tensors[key]) for key, value in child.canonical(torch.float32).items())
     small = base.new_adapter(4, 8.0, TARGETS, torch.Generator())
-    with pytest.raises(AdapterError, match=r"up_proj\.lora_A has rank 6, but the session has rank 4"):
+    with pytest.raises(AdapterError, match=r"up_proj\.lora_A.*rank 6"):
         small.place(tensors)
 
 
@@ -133,5 +133,5 @@ def test_a_session_with_patterns_goes_on_bit_for_bit(base, tmp_path):
 def test_patterns_and_targets_that_name_nothing_are_refused(base):
     with pytest.raises(ConfigError, match=r"no projections layers\.9\.mlp\.up_proj"):
         base.new_adapter(4, 8.0, ("layers.9.mlp.up_proj",), torch.Generator())
-    with pytest.raises(ConfigError, match="'o_proj' matches no projection"):
+    with pytest.raises(ConfigError, match="'o_proj'"):
         base.new_adapter(4, 8.0, ("q_proj",), torch.Generator(), {"o_proj": 2})

@@ -180,7 +180,7 @@ def test_only_a_call_s_own_tokens_are_counted(bases):
 
     def leaves_a_failure() -> None:
         broken = [replace(one, advantages=(math.nan,) * one.row.length) for one in examples(strays)]
-        with pytest.raises(ConfigError, match="not a finite number"):
+        with pytest.raises(ConfigError, match="finite number"):
             one_pass(base, other, broken, "dapo", {})
 
     for leaves in (leaves_a_score, leaves_a_failure):
@@ -203,7 +203,7 @@ def test_what_has_no_known_experts_is_left_out_and_counted(bases):
     assert [len(example.advantages) for example in kept] == [2, 2] == [len(e.old_logprobs) for e in kept]
     assert masked == 1 + 3
     assert base.score(None, [kept[0].row])[0] == pytest.approx(base.score(None, [ROWS[0]])[0][:2], abs=1e-6)
-    with pytest.raises(ConfigError, match="None of these samples"):
+    with pytest.raises(ConfigError, match=r"engine\.routed_experts.*router_replay"):
         mask_unknown(examples([replace(ROWS[0], routes=whole[0].routes[:2])]))
 
 
@@ -224,7 +224,7 @@ def test_a_sample_keeps_its_number_when_others_are_left_out(bases):
     whole = examples([replace(row, routes=own_routes(base, row)) for row in ROWS])
     whole[0] = replace(whole[0], row=replace(whole[0].row, routes=None))
     whole[2] = replace(whole[2], advantages=(math.inf,) * whole[2].row.length)
-    with pytest.raises(ConfigError, match="The loss of sample 2 is not a finite number"):
+    with pytest.raises(ConfigError, match=r"sample 2\b.*finite"):
         one_pass(base, adapter, mask_unknown(whole)[0], "dapo", {})
 
 
@@ -302,6 +302,6 @@ def test_a_run_that_would_get_no_experts_is_refused_before_its_first_rollout(pat
         found.close()
         return found.source.replays
 
-    with pytest.raises(ConfigError, match=r"'sums' has router_replay, .* Set engine\.routed_experts to true"):
+    with pytest.raises(ConfigError, match=r"router_replay.*engine\.routed_experts"):
         run(paths["softmax"], False)
     assert run(paths["softmax"], True)

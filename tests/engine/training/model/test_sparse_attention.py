@@ -60,7 +60,7 @@ def test_a_token_sees_the_picked_keys_alone_padded_or_not(base: ResidentBase, pa
 
 def test_the_indexer_carries_no_adapter(base: ResidentBase):
     assert not any("indexer" in name for name in base.modules)
-    with pytest.raises(ConfigError, match="no projections weights_proj, wq_b"):
+    with pytest.raises(ConfigError, match="weights_proj, wq_b"):
         base.new_adapter(4, 8.0, ("q_a_proj", "wq_b", "weights_proj"), torch.Generator())
 
 
@@ -106,7 +106,7 @@ def refuse_to_build() -> None:
 
 def test_serving_it_on_a_cpu_is_refused_before_anything_is_built(tmp_path, monkeypatch):
     params = own_ports(state_dir=tmp_path, base={"name": "tiny-dsa"})
-    with pytest.raises(ConfigError, match=r"'tiny-dsa' cannot be served on a CPU: vLLM .* only for CUDA"):
+    with pytest.raises(ConfigError, match=r"'tiny-dsa'.*CUDA"):
         services.up(params, refuse_to_build, lambda name, state: None)
     monkeypatch.setattr(gpu, "cuda_bytes", lambda: 80 << 30)
     gpu.refuse_unless_served(params)

@@ -178,7 +178,7 @@ def test_a_loss_that_is_no_number_changes_nothing(base, data, tmp_path, monkeypa
     monkeypatch.setattr(
         used, "using_many", lambda counts, using=used.using_many: ran.append(counts) or using(counts)
     )
-    with pytest.raises(ConfigError, match="The loss of sample 4 is not a finite number"):
+    with pytest.raises(ConfigError, match=r"sample 4\b.*finite"):
         gather(kept, bad)
     assert len(ran) > 1
     assert all(torch.equal(before[key], factor.grad) for key, factor in kept.adapter.factors.items())
@@ -199,7 +199,7 @@ def test_a_gradient_that_is_no_number_is_found_too(base, adapter, data, tmp_path
     monkeypatch.setattr(sys, "path", [*sys.path])
     used = with_budget(base, monkeypatch, 64)
     first = used.microbatches(ROWS)[0][0]
-    with pytest.raises(ConfigError, match=f"The loss of sample {first} is not a finite number"):
+    with pytest.raises(ConfigError, match=rf"sample {first}\b.*finite"):
         one_pass(used, adapter, data, "python:steep:loss", {"options": {"far": 1.0}})
     assert all(factor.grad is None for factor in adapter.factors.values())
 
@@ -234,7 +234,7 @@ def test_a_loss_of_ones_own_that_hangs_is_given_up(base, adapter, data, tmp_path
     loss = "python:hanging_import:loss" if name == "when_imported" else f"python:hanging:{name}"
     one_pass(base, adapter, data[:2], "dapo", {})
     before = {key: factor.grad.clone() for key, factor in adapter.factors.items()}
-    with pytest.raises(ConfigError, match=f"The loss {loss} took longer than 0.5 s.*raise its `timeout_s`"):
+    with pytest.raises(ConfigError, match=f"{loss}.*`timeout_s`"):
         one_pass(base, adapter, data, loss, {"timeout_s": 0.5})
     assert all(torch.equal(before[key], factor.grad) for key, factor in adapter.factors.items())
     adapter.clear_gradients()
@@ -250,7 +250,7 @@ def test_a_gradient_that_overflows_in_the_base_is_refused(base, adapter, data):
     one_pass(base, adapter, data[:2], "dapo", {})
     before = {key: factor.grad.clone() for key, factor in adapter.factors.items()}
     huge = broken(data, 0, advantages=(-3e38, 3e38, -3e38))
-    with pytest.raises(ConfigError, match="gradients of these samples are too large"):
+    with pytest.raises(ConfigError, match=r"gradients.*norm"):
         one_pass(base, adapter, huge[:1], "importance_sampling", {})
     assert all(torch.equal(before[key], factor.grad) for key, factor in adapter.factors.items())
     adapter.clear_gradients()
@@ -265,7 +265,7 @@ def of_norm(base, adapter, data: list[Example], norm: float) -> list[Example]:
 
 def test_gradients_of_which_only_the_norm_overflows_are_refused(base, adapter, data):
     """The clip would make nothing of them, and AdamW's second moment would be infinite for ever."""
-    with pytest.raises(ConfigError, match="gradients of these samples are too large"):
+    with pytest.raises(ConfigError, match=r"gradients.*norm"):
         one_pass(base, adapter, of_norm(base, adapter, data, 1e20), "importance_sampling", {})
     assert all(factor.grad is None for factor in adapter.factors.values())
 
@@ -283,7 +283,7 @@ def test_gradients_that_overflow_only_together_are_refused(base, adapter, data, 
     before = [factor.grad.clone() for factor in factors]
     one = calls[1]
     again = partial(one_pass, base, one.adapter, one.data, one.loss, one.config)
-    with pytest.raises(ConfigError, match="gradients of these samples are too large"):
+    with pytest.raises(ConfigError, match=r"gradients.*norm"):
         forward_backward(base, calls) if shared else again()
     assert all(torch.equal(*pair) for pair in zip(before, [factor.grad for factor in factors], strict=True))
     adapter.clear_gradients()
@@ -303,46 +303,45 @@ def test_a_call_that_is_ended_between_microbatches_leaves_the_gradients(base, ad
 @pytest.mark.parametrize(
     ("change", "loss", "config", "sentence"),
     [
-        (lambda data: [], "dapo", {}, "There are no samples"),
+        (lambda data: [], "dapo", {}, "no samples"),
         (lambda data: data, "hope", {}, "no loss 'hope'"),
-        (lambda data: data, "dapo", {"klip": 1}, "has no setting klip. It has: clip_high"),
+        (lambda data: data, "dapo", {"klip": 1}, "no setting klip"),
         (
             lambda data: broken(data, 1, row=TokenRow((7, 8, 10**6), 1)),
             "dapo",
             {},
-            "Sample 1 has the token 1000000",
+            "Sample 1.*1000000",
         ),
-        (lambda data: broken(data, 1, row=TokenRow((7, -1, 9), 1)), "dapo", {}, "Sample 1 has the token -1"),
+        (lambda data: broken(data, 1, row=TokenRow((7, -1, 9), 1)), "dapo", {}, "Sample 1.*token -1"),
         (
             lambda data: broken(data, 2, row=TokenRow((7,) * 5000, 4999)),
             "dapo",
             {},
-            "has 5000 tokens; the trainer",
+            "Sample 2.*5000 tokens",
         ),
         (
             lambda data: broken(data, 2, row=TokenRow((7, 8), 2)),
             "dapo",
             {},
-            "Sample 2 needs a prompt and a comp",
+            "Sample 2.*prompt",
         ),
         (
             lambda data: broken(data, 3, old_logprobs=(-1.0,)),
             "dapo",
             {},
-            "Sample 3 has 2 completion tokens, 1 l",
+            "Sample 3.*1 log-probabilities",
         ),
-        (lambda data: broken(data, 3, advantages=()), "grpo", {}, "2 log-probabilities and 0 advantages"),
-        (bare, "gspo", {}, "Sample 0 has 3 completion tokens, 0 log-probabilities"),
-        (lambda data: bare(data)[:5], "dpo", {}, "The loss dpo needs samples in groups of 2; there are 5"),
+        (lambda data: broken(data, 3, advantages=()), "grpo", {}, "Sample 3.*0 advantages"),
+        (bare, "gspo", {}, "Sample 0.*0 log-probabilities"),
+        (lambda data: bare(data)[:5], "dpo", {}, "dpo.*groups of 2"),
     ],
 )
 def test_what_is_wrong_is_refused_before_anything_runs(base, adapter, data, change, loss, config, sentence):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "logprobs", None)
         patch.setattr(base, "logprobs_and_entropy", None)
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises(ConfigError, match=sentence):
             one_pass(base, adapter, change(data), loss, config)
-    assert sentence in str(error.value)
 
 
 def test_the_limit_is_the_base_s_context_or_what_is_configured(base, tiny_base):
@@ -351,7 +350,7 @@ def test_the_limit_is_the_base_s_context_or_what_is_configured(base, tiny_base):
     short = ResidentBase(tiny_base, threads=1, microbatch_tokens=64, longest=6)
     check_rows(short, ROWS[:2])
     assert short.score(None, ROWS[:2]) == base.score(None, ROWS[:2])
-    with pytest.raises(ConfigError, match="Sample 2 has 7 tokens; the trainer accepts 6"):
+    with pytest.raises(ConfigError, match=r"Sample 2.*7 tokens"):
         check_rows(short, ROWS)
 
 

@@ -62,7 +62,7 @@ def test_a_killed_trainer_goes_on_bit_for_bit(service):
     client.forward_backward(cut, data(2))
     service.kill()
     service.start()
-    with pytest.raises(ServiceError, match="of 0 calls after step 2, not of 1"):
+    with pytest.raises(ServiceError, match=r"0 calls.*step 2"):
         client.optim_step(cut, ADAM)
     cut = client.create_session("cut", "sums", holder="a", **SETTINGS)
     assert (cut.step, cut.position) == (2, 1)
@@ -131,7 +131,7 @@ def test_a_repeated_request_is_one_operation(service):
 def test_one_writer_a_session(service):
     client = service.client
     first = client.create_session("shared", "sums", holder="a", **SETTINGS)
-    with pytest.raises(Conflict, match="is being written by 'a'"):
+    with pytest.raises(Conflict, match="written by 'a'"):
         client.create_session("shared", "sums", holder="b", **SETTINGS)
     second = client.create_session("shared", "sums", holder="a", **SETTINGS)
     with pytest.raises(Conflict, match="another writer now"):
@@ -201,7 +201,7 @@ def test_a_revision_without_a_session_gets_the_probe_that_its_session_gave_it(se
     want = from_json(json.loads((exported.directory / "probe.json").read_text()))
     assert client.probe_revision("sums", exported.digest, prompts, 4) == want
     assert client.probe_revision("sums", exported.digest, prompts, 4, exported.directory) == want
-    with pytest.raises(AdapterError, match=f"holds the revision {exported.digest}, not 0000"):
+    with pytest.raises(AdapterError, match=f"{exported.digest}.*0000"):
         client.probe_revision("sums", "0" * 64, prompts, 4, exported.directory)
     with pytest.raises(NotFound, match="0000"):
         client.probe_revision("sums", "0" * 64, prompts)
@@ -209,7 +209,7 @@ def test_a_revision_without_a_session_gets_the_probe_that_its_session_gave_it(se
     manifest = replace(manifest, base_digest="f" * 64)
     manifest = replace(manifest, digest=revision.digest(foreign, 4, manifest.targets, "f" * 64))
     directory = revision.write_revision(tmp_path / "foreign", foreign, manifest, {})
-    with pytest.raises(BaseModelError, match="belongs to the base ffffffffffff"):
+    with pytest.raises(BaseModelError, match="base ffffffffffff"):
         client.probe_revision("sums", manifest.digest, prompts, directory=directory)
 
 
@@ -232,9 +232,9 @@ def test_losses_and_their_settings_cross_the_wire(service):
     assert found["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert found["importance_ratio"] is None
     assert client.optim_step(session, ADAM)["step"] == 1
-    with pytest.raises(ConfigError, match="Sample 0 has 4 completion tokens, 0 log-probabilities"):
+    with pytest.raises(ConfigError, match=r"Sample 0.*0 log-probabilities"):
         client.forward_backward(session, bare, "gspo")
-    with pytest.raises(ConfigError, match="The loss dpo has no setting kl"):
+    with pytest.raises(ConfigError, match=r"dpo.*setting kl"):
         client.forward_backward(session, bare, "dpo", {"kl": 1})
 
 

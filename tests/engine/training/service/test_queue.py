@@ -154,7 +154,7 @@ def test_a_queue_that_is_full_says_so_with_its_state(queue, worker):
     send(queue, "a", 0, work=worker)
     assert worker.begun.wait(WAIT_S)
     send(queue, "a", 1, 2, 3, 4, work=worker)
-    with pytest.raises(Busy, match=r"4 operations of this session wait \(at most 4\)") as full:
+    with pytest.raises(Busy, match=r"4 operations.*at most 4") as full:
         send(queue, "a", 5, work=worker)
     state = full.value.queue
     assert (state["queue_state"], state["queued"], state["queued_of_session"]) == ("paused_rate_limit", 4, 4)
@@ -163,7 +163,7 @@ def test_a_queue_that_is_full_says_so_with_its_state(queue, worker):
     assert send(queue, "a", 4, work=worker) == ["a4"]
     send(queue, "b", 1, 2, 3, work=worker)
     send(queue, "c", 1, work=worker)
-    with pytest.raises(Busy, match=r"8 in total \(at most 8\)"):
+    with pytest.raises(Busy, match="8 in total"):
         send(queue, "d", 1, work=worker)
     worker.go.set()
     results(queue, ["a4", "b3", "c1"])
@@ -199,7 +199,7 @@ def test_a_request_is_one_operation_and_a_failed_one_is_tried_again(queue, worke
     with pytest.raises(ConfigError):
         results(queue, send(queue, "a", 2, work=fails))
     assert results(queue, send(queue, "a", 2, work=worker)) == ["A2"]
-    with pytest.raises(NotFound, match="Send the request again"):
+    with pytest.raises(NotFound, match="'never'"):
         queue.operation("never")
 
 
@@ -215,11 +215,11 @@ def test_only_a_request_that_failed_may_come_again_as_another(queue, worker):
         results(queue, sent(0.1, fails))
     ids = sent(0.2, worker)
     assert worker.begun.wait(WAIT_S)
-    with pytest.raises(Conflict, match="'a1' was used before for a different request"):
+    with pytest.raises(Conflict, match=r"'a1'.*different"):
         sent(0.3, worker)
     worker.go.set()
     assert results(queue, ids) == results(queue, sent(0.2, worker)) == ["A1"]
-    with pytest.raises(Conflict, match="Give each request its own id"):
+    with pytest.raises(Conflict, match=r"'a1'.*different"):
         sent(0.3, worker)
     assert worker.order == ["a1"]
 
@@ -241,10 +241,10 @@ def test_what_waits_is_cancelled_and_stays_so(queue, worker):
     assert worker.begun.wait(WAIT_S)
     send(queue, "a", 1, 2, work=worker)
     queue.cancel("a1")
-    with pytest.raises(Cancelled, match="'a1' was cancelled before it began"):
+    with pytest.raises(Cancelled, match=r"'a1'.*began"):
         results(queue, ["a1"])
     assert queue.state("a")["queued"] == 1
-    with pytest.raises(Conflict, match="has begun and cannot be cancelled"):
+    with pytest.raises(Conflict, match=r"'a0'.*begun"):
         queue.cancel("a0")
     worker.go.set()
     assert results(queue, ["a0", "a2"]) == ["A0", "A2"]

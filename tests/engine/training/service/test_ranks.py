@@ -223,4 +223,4 @@ def test_a_launcher_without_an_address_is_refused(tmp_path: Path) -> None:
         check=False,
     )
     assert told.returncode == ConfigError.exit_code
-    assert "WORLD_SIZE is 2, but not MASTER_PORT. Start the ranks with torchrun" in told.stderr
+    assert "not MASTER_PORT" in told.stderr

@@ -94,7 +94,7 @@ def test_the_same_request_is_applied_once_also_after_a_restart(base, tmp_path):
 def test_a_step_without_gradients_is_refused(base, tmp_path):
     session = Session(tmp_path, base, BASE, opening())
     request = OptimStep(request_id="a", session=session.name, fence=0, adam_params=ADAM)
-    with pytest.raises(ServiceError, match="has no gradients after step 0"):
+    with pytest.raises(ServiceError, match=r"no gradients.*step 0"):
         session.optim_step(request)
     skipped = session.optim_step(request.model_copy(update={"request_id": "b", "skip": True}))
     assert skipped == {"step": 1, "grad_norm": 0.0}
@@ -284,7 +284,7 @@ def test_a_damaged_journal_is_a_sentence(base, tmp_path, damage):
     if damage != "gone":
         file.write_bytes(content[:-5] if damage == "cut" else b"#" + content[1:])
     again = Session(tmp_path, base, BASE, opening())
-    with pytest.raises(ServiceError, match=r"journal\.jsonl is damaged .* Restore the session's directory"):
+    with pytest.raises(ServiceError, match=r"journal\.jsonl.*damaged"):
         again.load()
 
 
@@ -309,7 +309,7 @@ def test_a_full_disk_keeps_the_last_step(base, tmp_path, monkeypatch):
     stored = (tmp_path / "current.state").read_bytes()
 
     monkeypatch.setattr("engine.training.service.state.os.fsync", _full)
-    with pytest.raises(ServiceError, match="No space left on device"):
+    with pytest.raises(ServiceError, match="No space left"):
         train_one(session, 2)
     assert (tmp_path / "current.state").read_bytes() == stored
     assert not (tmp_path / "current.draft").exists()
@@ -343,7 +343,7 @@ def test_naming_and_going_back_are_done_when_repeated_after_a_full_disk(base, tm
     for request_id, request in requests.items():
         with monkeypatch.context() as patch:
             patch.setattr("engine.training.service.state.os.fsync", _full)
-            with pytest.raises(ServiceError, match="No space left on device"):
+            with pytest.raises(ServiceError, match="No space left"):
                 request("best", request_id)
         request("best", request_id)
         stored = Session(tmp_path, base, BASE, opening())
@@ -357,7 +357,7 @@ def test_naming_and_going_back_are_done_when_repeated_after_a_full_disk(base, tm
 @pytest.mark.parametrize(
     ("base_digest", "changes", "error", "sentence"),
     [
-        ("c" * 64, {}, BaseModelError, "was trained on the base bbbbbbbbbbbb"),
+        ("c" * 64, {}, BaseModelError, "base bbbbbbbbbbbb"),
         (BASE, {"rank": 2}, Conflict, "another session name"),
         (BASE, {"targets": ["o_proj"]}, Conflict, "another session name"),
     ],

@@ -83,7 +83,7 @@ def test_a_session_begins_at_any_revision(live):
         # What was left open is the revision's own.
         assert live.session(begun).settings["rank"] == 4
         assert live.session(begun).settings["targets"] == sorted(NEW["targets"])
-    with pytest.raises(NotFound, match="no exported revision to fork"):
+    with pytest.raises(NotFound, match="exported revision"):
         live.client.create_session("none", "fourth", fork="third", **OPEN)
     with pytest.raises(NotFound, match="no policy 'nobody'"):
         live.client.create_session("none", "fourth", fork="nobody", **OPEN)
@@ -132,11 +132,11 @@ def test_a_session_begins_at_an_adapter_from_elsewhere(live, tiny_base, tmp_path
         want = 2 * tensors[f"{module}.lora_B"] @ tensors[f"{module}.lora_A"]
         torch.testing.assert_close(product, want, atol=1e-5, rtol=1e-5)
     step(live.client, begun, 1)
-    with pytest.raises(AdapterError, match="has rank 3, over this session's 2"):
+    with pytest.raises(AdapterError, match=r"adapter.*rank 3"):
         live.client.create_session("small", "theirs", adapter=str(directory), rank=2, **OPEN)
-    with pytest.raises(AdapterError, match="where this session trains nothing"):
+    with pytest.raises(AdapterError, match="`targets`"):
         live.client.create_session("few", "theirs", adapter=str(directory), targets=["q_proj"], **OPEN)
-    with pytest.raises(AdapterError, match="is not a directory"):
+    with pytest.raises(AdapterError, match="not a directory"):
         live.client.create_session("none", "theirs", adapter=str(tmp_path / "none"), **OPEN)
 
 
@@ -152,11 +152,11 @@ def test_a_fork_of_a_session_goes_on_as_the_session_does(live):
     assert same(factors(live.session(first)), factors(live.session(fork)))
     step(live.client, fork, 8)
     assert not same(factors(live.session(first)), factors(live.session(fork)))
-    with pytest.raises(ConfigError, match=r"keeps its rank, 4\. Leave rank out"):
+    with pytest.raises(ConfigError, match="rank, 4"):
         live.client.create_session("fork-2", "other", fork_session="first", rank=8, **OPEN)
-    with pytest.raises(NotFound, match="no session 'nobody' to fork"):
+    with pytest.raises(NotFound, match="session 'nobody'"):
         live.client.create_session("fork-2", "other", fork_session="nobody", **OPEN)
-    with pytest.raises(ConfigError, match="not at fork and fork_session"):
+    with pytest.raises(ConfigError, match="fork and fork_session"):
         live.client.create_session("fork-2", "other", fork_session="first", fork="sums", **OPEN)
 
 
@@ -191,14 +191,14 @@ def test_a_fork_begins_at_a_named_state_with_or_without_its_moments(live):
     step(client, first, 7)
     assert same(factors(live.session(first)), factors(live.session(bare)))
 
-    with pytest.raises(NotFound, match="no session 'first' with a state 'none' to fork"):
+    with pytest.raises(NotFound, match=r"'first'.*'none'"):
         client.create_session("fork-2", "other", **{**at_best, "fork_state": "none"})
     with pytest.raises(ConfigError, match="Give `fork_session` too"):
         client.create_session("fork-2", "other", fork_state="best", **NEW)
-    with pytest.raises(NotFound, match="Session 'nobody' has no state 'best'"):
+    with pytest.raises(NotFound, match=r"'nobody'.*'best'"):
         client.load_state(loaded, "best", source="nobody")
     wide = client.create_session("wide", "other", **{**NEW, "rank": 8})
-    with pytest.raises(Conflict, match="of session 'first' has rank 4, unlike session 'wide'"):
+    with pytest.raises(Conflict, match=r"'first'.*rank 4"):
         client.load_state(wide, "best", source="first")
 
 
@@ -221,9 +221,9 @@ def test_sums_are_asked_for_by_name(live):
         client.forward_backward(session, [datum], "cross_entropy", reduction="sum")
     for key, gradient in gradients(live.session(session)).items():
         torch.testing.assert_close(gradient, whole[key], atol=1e-5, rtol=1e-3)
-    with pytest.raises(ConfigError, match="Datum 0 has the weights nan at position 0"):
+    with pytest.raises(ConfigError, match=r"Datum 0.*weights nan"):
         client.forward_backward(session, [summed(sent[0], float("nan"))], "cross_entropy", reduction="sum")
-    with pytest.raises(ConfigError, match="The loss dapo has no plain sum"):
+    with pytest.raises(ConfigError, match=r"dapo.*sum"):
         client.forward_only(session, sent, "dapo")
 
 
@@ -242,7 +242,7 @@ def test_a_snapshot_expires_when_its_export_says(live):
         digest = live.client.export(session, ttl_s=ttl_s).digest
         ends.append(live.trainer.exporter.catalog.revisions.get("sums", digest).expires_at - time.time())
     assert ends == pytest.approx([60, 86_400], abs=30)
-    with pytest.raises(ConfigError, match="A revision does not expire"):
+    with pytest.raises(ConfigError, match=r"expire.*`ttl_s`"):
         live.client.export(session, "revision", probe_prompts=[[5]], ttl_s=60.0)
 
 
@@ -251,7 +251,7 @@ def test_a_snapshot_expires_when_its_export_says(live):
 
 def test_one_writer_a_policy(live):
     first = live.client.create_session("one", "sums", **NEW)
-    with pytest.raises(Conflict, match="Policy 'sums' is being written by 'a' in the session 'one'"):
+    with pytest.raises(Conflict, match=r"by 'a'.*'one'"):
         live.client.create_session("two", "sums", **{**NEW, "holder": "b"})
     # The holder itself may have several, and another policy is free.
     third = live.client.create_session("three", "sums", **NEW)
@@ -261,7 +261,7 @@ def test_one_writer_a_policy(live):
     assert live.resident() == {"four"}
     live.client.create_session("two", "sums", **{**NEW, "holder": "b"})
     # What was closed comes back for its writer, but not beside another.
-    with pytest.raises(Conflict, match="by 'b' in the session 'two'"):
+    with pytest.raises(Conflict, match=r"by 'b'.*'two'"):
         step(live.client, first, 1)
 
 
@@ -272,9 +272,9 @@ def test_what_was_closed_is_free_after_a_restart_too(trainers):
     live.client.close_session(closed)
     again = trainers.start()
     assert again.client.create_session("new", "sums", **{**NEW, "holder": "b"}).step == 0
-    with pytest.raises(Conflict, match="by 'b' in the session 'new'"):
+    with pytest.raises(Conflict, match=r"by 'b'.*'new'"):
         step(again.client, closed, 1)
-    with pytest.raises(Conflict, match="by 'a' in the session 'open'"):
+    with pytest.raises(Conflict, match=r"by 'a'.*'open'"):
         again.client.create_session("other", "others", **{**NEW, "holder": "b"})
     assert step(again.client, open_one, 1)["step"] == 1
 
@@ -284,12 +284,12 @@ def test_a_client_that_disappears_loses_its_lease_and_nothing_else(live):
     step(live.client, gone, 1)
     silent(live, gone)
     new = live.client.create_session("new", "sums", **{**NEW, "holder": "b"})
-    with pytest.raises(Conflict, match="being written by 'b' in the session 'new'"):
+    with pytest.raises(Conflict, match=r"by 'b'.*'new'"):
         step(live.client, gone, 2)
     silent(live, new)
     taken = live.client.create_session("gone", "sums", **{**NEW, "holder": "c"})
     assert taken.step == 1
-    with pytest.raises(Conflict, match="has another writer now"):
+    with pytest.raises(Conflict, match="another writer"):
         step(live.client, gone, 2)
 
 
@@ -395,7 +395,7 @@ def test_what_is_in_the_middle_of_a_step_stays_until_its_lease_ends(trainers):
     first = live.client.create_session("first", "a", **NEW)
     second = live.client.create_session("second", "b", **NEW)
     live.client.forward_backward(first, data(1))
-    with pytest.raises(Busy, match="taken by policies in the middle of a step") as full:
+    with pytest.raises(Busy, match=r"bytes.*sessions") as full:
         live.client.forward_backward(second, data(1))
     assert (full.value.queue, full.value.retry_after_s) == ({"queue_state": "paused_capacity"}, 1.0)
     assert live.client.optim_step(first, ADAM)["step"] == 1
@@ -403,7 +403,7 @@ def test_what_is_in_the_middle_of_a_step_stays_until_its_lease_ends(trainers):
     silent(live, second)
     # Its gradients are lost, so the step must be repeated; it cannot be applied without them.
     step(live.client, first, 2)
-    with pytest.raises(ServiceError, match="of 0 calls after step 0, not of 1"):
+    with pytest.raises(ServiceError, match=r"0 calls.*step 0"):
         live.client.optim_step(second, ADAM)
     assert live.client.sessions()[0]["session"] == "second"
     second = live.client.create_session("second", "b", **NEW)
@@ -413,7 +413,7 @@ def test_what_is_in_the_middle_of_a_step_stays_until_its_lease_ends(trainers):
 def test_a_rank_over_the_capacity_is_refused_with_the_numbers(trainers):
     live = trainers.start(held=1)
     needed = bytes_of_new(live.trainer.base)
-    with pytest.raises(ConfigError, match=f"rank 8 needs {2 * needed:,} bytes .* has {needed:,} for all"):
+    with pytest.raises(ConfigError, match=f"{2 * needed:,}.*{needed:,}"):
         live.client.create_session("large", "a", **{**NEW, "rank": 8})
     assert live.client.sessions() == []
 
@@ -441,10 +441,10 @@ def test_after_a_restart_sessions_come_back_and_fences_hold(trainers):
         "one": (1, False),
         "two": (0, False),
     }
-    with pytest.raises(Conflict, match="being written by 'a'"):
+    with pytest.raises(Conflict, match="written by 'a'"):
         again.client.create_session("three", "sums", **{**NEW, "holder": "b"})
     assert step(again.client, session, 2)["step"] == 2
-    with pytest.raises(Conflict, match="has another writer now"):
+    with pytest.raises(Conflict, match="another writer"):
         step(again.client, old, 1)
     assert step(again.client, newer, 1)["step"] == 1
     assert not same(want, factors(again.session(session)))
@@ -520,14 +520,14 @@ def test_gradients_that_are_sent_again_late_do_not_count_twice(live):
     live.client.http.post("/forward_backward", json={**who, "forward_backward_input": given})
     late = live.client.http.get("/operations/first", params={"wait_s": 20}).json()
     assert (late["state"], late["kind"]) == ("failed", "ServiceError")
-    assert "gradients of 1 calls after step 0, not of 0" in late["error"]
+    assert "of 1 calls" in late["error"]
     assert same(gradients(live.session(session)), before)
 
 
 def test_a_request_that_comes_again_with_another_body_is_refused(live):
     session = live.client.create_session("one", "sums", **NEW)
     first = live.client.forward_backward(session, data(1), request_id="first")
-    with pytest.raises(Conflict, match="The request id 'first' was used before for a different request"):
+    with pytest.raises(Conflict, match=r"'first'.*different"):
         live.client.forward_backward(session, data(2), request_id="first")
     # Whose writer sends it, and after how many calls, is no other request.
     again = live.client.create_session("one", "sums", **NEW)
@@ -570,7 +570,7 @@ def test_gradients_of_a_call_before_a_restart_are_missed(trainers):
     again = trainers.start()
     # The client outlives the trainer.
     live.client.http = again.client.http
-    with pytest.raises(ServiceError, match="of 0 calls after step 0, not of 1"):
+    with pytest.raises(ServiceError, match=r"0 calls.*step 0"):
         live.client.forward_backward(session, data(2))
 
 
@@ -613,12 +613,12 @@ def ended(target: float) -> Datum:
 @pytest.mark.parametrize(
     ("given", "loss", "sentence"),
     [
-        (list, "dapo", "There are no samples"),
-        (lambda: [*data(1), changed([5, 10**6, *[5] * 5])], "dapo", "Sample 4 has the token 1000000"),
-        (lambda: [changed([5, -1, *[5] * 5])], "dapo", "has the token -1; the base's vocabulary is 0"),
-        (lambda: [long(32)], "dapo", "Sample 0 has 33 tokens; the trainer accepts 32"),
-        (lambda: [changed([5, 6])], "dapo", "and 2 values in each loss input"),
-        (lambda: [ended(5.7)], "dapo", "the last one is 5.7"),
+        (list, "dapo", "no samples"),
+        (lambda: [*data(1), changed([5, 10**6, *[5] * 5])], "dapo", "Sample 4.*1000000"),
+        (lambda: [changed([5, -1, *[5] * 5])], "dapo", "token -1"),
+        (lambda: [long(32)], "dapo", "Sample 0.*33 tokens"),
+        (lambda: [changed([5, 6])], "dapo", "2 values"),
+        (lambda: [ended(5.7)], "dapo", r"target_tokens.*5\.7"),
         (lambda: data(1), "hope", "no loss 'hope'"),
     ],
     ids=["empty", "vocabulary", "negative", "long", "lengths", "fraction", "loss"],
@@ -637,11 +637,11 @@ def test_bad_data_is_a_sentence_and_changes_nothing(live, given, loss, sentence)
 def test_with_router_replay_what_is_wrong_keeps_its_number_and_pairs_stay_pairs(live):
     session = live.client.create_session("one", "sums", **NEW)
     wrong = [*data(1), changed([5, 10**6, *[5] * 5])]
-    with pytest.raises(ConfigError, match="Sample 4 has the token 1000000"):
+    with pytest.raises(ConfigError, match=r"Sample 4.*1000000"):
         live.client.forward_backward(session, wrong, router_replay=True)
-    with pytest.raises(ConfigError, match="dpo needs samples in groups of 2; there are 3"):
+    with pytest.raises(ConfigError, match=r"dpo.*groups of 2"):
         live.client.forward_backward(session, data(1)[:3], "dpo", router_replay=True)
-    with pytest.raises(ConfigError, match="None of these samples has the experts"):
+    with pytest.raises(ConfigError, match=r"engine\.routed_experts.*router_replay"):
         live.client.forward_backward(session, data(1), "dpo", router_replay=True)
 
 
@@ -649,12 +649,12 @@ def test_with_router_replay_what_is_wrong_keeps_its_number_and_pairs_stay_pairs(
     ("changes", "error", "sentence"),
     [
         ({"targets": ["z_proj"]}, ConfigError, "no projections z_proj"),
-        ({"rank": 0}, ConfigError, "`rank`: Input should be greater than or equal to 1"),
-        ({"rank": None}, ConfigError, "needs `rank` and `targets`"),
+        ({"rank": 0}, ConfigError, "`rank`.*greater"),
+        ({"rank": None}, ConfigError, "`rank`.*`targets`"),
         ({"policy_config": None}, NotFound, "no policy 'sums'"),
         ({"parent": "0" * 64}, NotFound, "no revision '000000000000'"),
         ({"layers": 3}, ConfigError, "Unknown key `layers`"),
-        ({"ranks": {"z_proj": 3}}, ConfigError, "'z_proj' matches no projection"),
+        ({"ranks": {"z_proj": 3}}, ConfigError, "'z_proj'"),
     ],
 )
 def test_a_session_that_cannot_begin_leaves_nothing(live, changes, error, sentence):
@@ -667,7 +667,7 @@ def test_a_session_that_cannot_begin_leaves_nothing(live, changes, error, senten
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"rank": 2}, "Session 'one' exists with rank 4, not 2. Choose"),
+        ({"rank": 2}, "'one'.*rank 4, not 2"),
         ({"alpha": 4.0}, "alpha 8.0, not 4.0"),
         ({"targets": ["q_proj"]}, r"targets \['down_proj', 'q_proj'\], not \['q_proj'\]"),
         ({"ranks": {"q_proj": 2}}, "ranks {}, not {'q_proj': 2}"),
@@ -697,7 +697,7 @@ def test_a_body_that_is_not_valid_is_a_sentence(live):
     assert answer.status_code == 400
     assert answer.json()["kind"] == "ConfigError"
     assert "`fence`: Field required" in answer.json()["error"]
-    assert "`speed`: Extra inputs are not permitted" in answer.json()["error"]
+    assert "`speed`" in answer.json()["error"]
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "one/../../elsewhere", "/elsewhere", "One", "", "one\n"])
@@ -731,7 +731,7 @@ def test_a_name_that_is_no_sessions_reaches_no_file(live, name):
         answer = live.client.http.post(path, json=sent)
         assert answer.status_code == 400, (path, answer.text)
         assert answer.json()["kind"] == "ConfigError", path
-        assert "String should match pattern" in answer.json()["error"]
+        assert "match pattern" in answer.json()["error"]
     assert [row["session"] for row in live.client.sessions()] == ["one"]
     for path in ("/save_state", "/load_state"):
         body = {"session": "one", "fence": session.fence, "request_id": "x", "name": name}
@@ -756,7 +756,7 @@ def test_a_cancelled_forward_backward_stops_and_leaves_the_gradients(live, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(live.trainer.base, "logprobs_and_entropy", cancels)
-        with pytest.raises(Cancelled, match="was cancelled while it ran"):
+        with pytest.raises(Cancelled, match="while it ran"):
             live.client.forward_backward(session, many, request_id="long")
     assert len(seen) == 3
     assert same(gradients(live.session(session)), before)
@@ -819,7 +819,7 @@ def test_a_client_waits_while_the_queue_is_full_and_counts_the_seconds(trainers)
     assert (said["kind"], said["queue"]["queue_state"], said["queue"]["queued"]) == (
         "Busy", "paused_rate_limit", 1,
     )  # fmt: skip
-    with pytest.raises(Busy, match=r"1 operations of this session wait \(at most 1\)"):
+    with pytest.raises(Busy, match=r"1 operations.*at most 1"):
         live.client.forward(session, data(1))
     assert live.client.backpressure_s == {}
     live.client.busy_s = 20
@@ -838,7 +838,7 @@ def test_a_loss_without_a_number_is_refused_and_changes_nothing(live):
     broken = data(2)
     broken[1].loss_fn_inputs["advantages"].data[-1] = 0.0
     broken[1].loss_fn_inputs["logprobs"].data[-1] = -1e30
-    with pytest.raises(ConfigError, match="loss of sample 1 is not a finite number"):
+    with pytest.raises(ConfigError, match=r"sample 1\b.*finite"):
         live.client.forward_backward(session, broken)
     assert same(gradients(live.session(session)), before)
     assert same(factors(live.session(session)), stored)
@@ -853,7 +853,7 @@ def test_a_policys_sessions_are_forgotten_in_memory_and_on_disk(live, tmp_path):
     other = live.client.create_session("other", "sorting", **NEW)
     step(live.client, open_one, 1)
     live.client.save_state(open_one, "kept")
-    with pytest.raises(Conflict, match="The session 'first' of 'sums' is open by 'a'"):
+    with pytest.raises(Conflict, match=r"'first'.*'a'"):
         live.client.forget_policy("sums")
     assert live.resident() == {"first", "other"}
     live.client.close_session(open_one)

@@ -203,49 +203,47 @@ def altered(loss: str, **changes: list[float] | None) -> list[Datum]:
 @pytest.mark.parametrize(
     ("loss", "changes", "sentence"),
     [
-        ("cross_entropy", {"weights": None}, "Datum 0 lacks weights for the loss cross_entropy. Add it."),
-        ("ppo", {"advantages": None}, "lacks advantages for the loss ppo"),
-        ("gspo", {"sequence_ratio_mask": None}, "lacks sequence_ratio_mask for the loss gspo"),
-        ("dro", {"weights": [1.0] * 6}, "has weights, which the loss dro does not read. Leave it out."),
-        ("cross_entropy", {"weights": [1.0] * 5}, "6 input tokens, 6 target_tokens and 5 weights"),
-        ("cross_entropy", {"target_tokens": [7.0] * 7}, "6 input tokens, 7 target_tokens and 7 target_tok"),
-        ("cross_entropy", {"weights": [float("nan")] * 6}, "has the weights nan at position 0. Give finite"),
-        ("ppo", {"logprobs": [-1.0] * 5 + [float("-inf")]}, "has the logprobs -inf at position 5"),
-        ("cross_entropy", {"target_tokens": [7.5] * 6}, "has the target 7.5 at position 0. Give token ids"),
-        ("cross_entropy", {"target_tokens": [1e6] * 6}, "Sample 0 has the token 1000000; the base's vocab"),
-        ("importance_sampling", {"logprobs": [-9e9] * 6}, "The loss of sample 0 is not a finite number"),
+        ("cross_entropy", {"weights": None}, "lacks weights.*cross_entropy"),
+        ("ppo", {"advantages": None}, "lacks advantages.*ppo"),
+        ("gspo", {"sequence_ratio_mask": None}, "lacks sequence_ratio_mask.*gspo"),
+        ("dro", {"weights": [1.0] * 6}, "has weights.*dro"),
+        ("cross_entropy", {"weights": [1.0] * 5}, "6 input tokens.*5 weights"),
+        ("cross_entropy", {"target_tokens": [7.0] * 7}, "6 input tokens.*7 target_tokens"),
+        ("cross_entropy", {"weights": [float("nan")] * 6}, "weights nan.*position 0"),
+        ("ppo", {"logprobs": [-1.0] * 5 + [float("-inf")]}, "logprobs -inf.*position 5"),
+        ("cross_entropy", {"target_tokens": [7.5] * 6}, r"target 7\.5.*position 0"),
+        ("cross_entropy", {"target_tokens": [1e6] * 6}, "Sample 0.*1000000"),
+        ("importance_sampling", {"logprobs": [-9e9] * 6}, r"sample 0\b.*finite"),
     ],
 )
 def test_data_that_do_not_fit_are_named(session, loss, changes, sentence):
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError, match=sentence):
         summed(session, altered(loss, **changes), loss)
-    assert sentence in str(raised.value)
     assert all(factor.grad is None for factor in session.adapter.factors.values())
 
 
 @pytest.mark.parametrize(
     ("loss", "config", "sentence"),
     [
-        ("stable_reinforce", {}, "There is no loss 'stable_reinforce'. Known losses: cross_entropy"),
-        ("dapo", {}, "The loss dapo has no plain sum. Choose a loss of cross_entropy, importance_sampling"),
-        ("ppo", {"kl": 0.1}, "The setting kl of ppo has no plain sum"),
-        ("ppo", {"clip_low_threshold": 0.8}, "has no setting clip_low_threshold"),
+        ("stable_reinforce", {}, "no loss 'stable_reinforce'"),
+        ("dapo", {}, "loss dapo.*sum"),
+        ("ppo", {"kl": 0.1}, "setting kl.*sum"),
+        ("ppo", {"clip_low_threshold": 0.8}, "no setting clip_low_threshold"),
     ],
 )
 def test_a_loss_without_a_sum_is_named(session, loss, config, sentence):
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError, match=sentence):
         summed(session, altered("ppo"), loss, config)
-    assert sentence in str(raised.value)
 
 
 def test_data_with_different_inputs_are_named(session):
     ones, others = altered("ppo"), altered("ppo", clip_low_threshold=[0.5] * 6)
-    with pytest.raises(ConfigError, match="Only one of the data 0 and 1 has clip_low_threshold"):
+    with pytest.raises(ConfigError, match=r"0 and 1.*clip_low_threshold"):
         summed(session, [*ones, *others], "ppo")
     replayed = ForwardBackwardInput(data=ones, loss_fn="ppo", reduction="sum", router_replay=True)
-    with pytest.raises(ConfigError, match="router_replay leaves some out"):
+    with pytest.raises(ConfigError, match="router_replay"):
         examples_of(replayed)
     shaped = TensorData(data=[1.0] * 6, shape=[3, 2])
     one = ones[0].model_copy(update={"loss_fn_inputs": {**ones[0].loss_fn_inputs, "advantages": shaped}})
-    with pytest.raises(ConfigError, match=r"6 advantages of shape \[3, 2\]"):
+    with pytest.raises(ConfigError, match=r"6 advantages.*\[3, 2\]"):
         summed(session, [one], "ppo")
