@@ -25,6 +25,7 @@ from sqlalchemy import Connection, inspect, text
 from engine.catalog import catalog as catalog_module
 from engine.catalog.catalog import Catalog, Policy, migrate
 from engine.errors import Conflict
+from engine.ledger.ledger import Ledger
 from engine.settings.reproducible import equal_bits
 from tests.helpers.live import CROWDED, RunningEngine, start_engine, stop_engine
 from tests.helpers.machine_lock import HELD, machine_lock
@@ -197,6 +198,26 @@ def schema_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(catalog_module, "upgrade", upgrade)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ledger_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Migrate one empty ledger of a process; each new one is a copy of its file, which takes no time."""
+    make, template = Ledger.__init__, tmp_path_factory.mktemp("ledger") / "empty.duckdb"
+
+    def copied(ledger: Ledger, path: Path | str) -> None:
+        if not template.exists():
+            made = Ledger.__new__(Ledger)
+            make(made, template)
+            made.close()
+        if not Path(path).exists():
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(template, path)
+        make(ledger, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ledger, "__init__", copied)
         yield
 
 

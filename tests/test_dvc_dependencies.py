@@ -20,6 +20,7 @@ EXCLUDED = {
     "engine/files.py": "forces files to the disk",
     "engine/threads.py": "renews the lease under which a refusal is carried out",
     "engine/version.py": "is told to the ledger, which the stage does not write",
+    "engine/ports.py": "binds a port",
     "engine/process_reaper.py": "ends processes",
     "engine/shared_cores.py": "sets threads, on which no bit depends",
     "engine/security": "lets callers in or not",
