@@ -3,12 +3,10 @@
 import atexit
 import os
 import re
-import secrets
 import shutil
 import sqlite3
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -29,7 +27,7 @@ from engine.ledger.ledger import Ledger
 from engine.settings.reproducible import equal_bits
 from tests.helpers.live import CROWDED, RunningEngine, start_engine, stop_engine
 from tests.helpers.machine_lock import HELD, machine_lock
-from tests.helpers.postgres import fresh_database, postgres
+from tests.helpers.postgres import copied_catalog, fresh_database, own_identity, postgres
 from tests.helpers.shared_services import SHARED, group_of
 
 OFFLINE = {
@@ -177,8 +175,8 @@ def one_thread() -> None:
 def schema_once() -> Iterator[None]:
     """Migrate one empty SQLite catalog of a process; give the others its tables, an own id and an own secret.
 
-    Its migrations take sixty milliseconds, a thousand times. They run once in a process here, from 0010 in
-    test_two_versions.py, and on Postgres each time.
+    Its migrations take sixty milliseconds, a thousand times. They run once in a process for each database,
+    from 0010 in test_two_versions.py, and each time where a test asks for `empty_catalog_url`.
     """
     migrations, statements = catalog_module.upgrade, list[str]()
 
@@ -193,8 +191,7 @@ def schema_once() -> Iterator[None]:
             return None
         for statement in statements:
             connection.exec_driver_sql(statement)
-        own = {"id": uuid.uuid4().hex, "secret": secrets.token_hex(32)}
-        connection.execute(text("UPDATE catalog SET id = :id, secret = :secret"), own)
+        connection.execute(text("UPDATE catalog SET id = :id, secret = :secret"), own_identity())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(catalog_module, "upgrade", upgrade)
@@ -343,11 +340,22 @@ def empty_catalog_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return fresh_database(request.getfixturevalue("postgres_server"))
 
 
-@pytest.fixture
-def catalog_url(empty_catalog_url: str) -> str:
+@pytest.fixture(scope="session")
+def postgres_catalog(postgres_server: str) -> str:
+    """The address of a catalog on Postgres that others are copies of; it stays without rows."""
+    url = fresh_database(postgres_server)
+    migrate(url)
+    return url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def catalog_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The address of a catalog without rows, in each database."""
-    migrate(empty_catalog_url)
-    return empty_catalog_url
+    if request.param == "postgresql":
+        return copied_catalog(request.getfixturevalue("postgres_catalog"))
+    url = f"sqlite:///{tmp_path}/new/catalog.db"
+    migrate(url)
+    return url
 
 
 @pytest.fixture

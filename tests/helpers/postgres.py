@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import psycopg
 
@@ -73,9 +74,23 @@ def _wait(root: Path, server: subprocess.Popen) -> None:
         time.sleep(0.1)
 
 
-def fresh_database(server: str) -> str:
-    """Make an empty database on a server; return its address."""
+def fresh_database(server: str, template: str = "template1") -> str:
+    """Make a database on a server, empty or as its template; return its address."""
     name = f"t{uuid.uuid4().hex}"
     with psycopg.connect(server, autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {name}")
+        connection.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
     return server.replace("/postgres?", f"/{name}?")
+
+
+def copied_catalog(url: str) -> str:
+    """Copy a catalog that nobody is connected to, with an own id and an own secret; return its address."""
+    name = urlsplit(url).path.removeprefix("/")
+    copy = fresh_database(url.replace(f"/{name}?", "/postgres?"), name)
+    with psycopg.connect(copy) as connection:
+        connection.execute("UPDATE catalog SET id = %(id)s, secret = %(secret)s", own_identity())
+    return copy
+
+
+def own_identity() -> dict[str, str]:
+    """Return an id and a secret of a catalog, as its first migration draws them."""
+    return {"id": uuid.uuid4().hex, "secret": secrets.token_hex(32)}

@@ -145,7 +145,9 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "after", [pytest.param(False, id="before", marks=pytest.mark.slow), pytest.param(True, id="after")]
+)
 @pytest.mark.parametrize("place", PLACES)
 def test_killed_at_any_place_it_goes_on_from_there(params, catalog, monkeypatch, place, after):
     """Before its work, and when the work is done but not noted."""
