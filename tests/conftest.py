@@ -1,6 +1,7 @@
 """What several test files share: a small base, and an engine on it."""
 
 import atexit
+import gc
 import os
 import re
 import shutil
@@ -105,6 +106,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if name in item.fixturenames and not hasattr(item.module, name):
                 assert file in files, f"{file} uses the fixture {name}; add it to SHARED[{name!r}]."
     items.sort(key=lambda item: (-minutes_of(item), item.get_closest_marker("services") is None))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what imports have made out of garbage collection: it lives as long as the process."""
+    gc.collect()
+    gc.freeze()
 
 
 def minutes_of(item: pytest.Item) -> float:

@@ -150,7 +150,8 @@ def load_(bench: ModuleType, patch: pytest.MonkeyPatch, base: Path) -> tuple[lis
         "num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 4, "intermediate_size": 64,
     }  # fmt: skip
-    replace(bench, patch, WIDTH=bench.WIDTH | small, MOST_PAIRS={False: 6})
+    # Of all that the tests have imported a collection takes half a second, and there are many.
+    replace(bench, patch, WIDTH=bench.WIDTH | small, MOST_PAIRS={False: 6}, gc=Made(collect=given(0)))
     return ["--repeats", "2"], dict.fromkeys(("over_floor", "speedup_vs_fused", "packed_s.n16"), ANY)
 
 
