@@ -14,8 +14,8 @@ REAL_STAMP := $(VENV)/.graftwork-real-installed
 COOKBOOK_STAMP := $(VENV)/.graftwork-cookbook-installed
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-# A worker more than cores, since tests wait for services, and four at most: each may hold engines of its own.
-# A file's tests stay on one worker.
+# One worker more than there are cores, since tests wait for services, and four at most: each may hold engines
+# of its own. A file's tests stay on one worker.
 WORKERS ?= $(shell cores=$$(nproc); echo $$(( cores < 3 ? cores + 1 : 4 )))
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10
 # The long forms of tests, and property tests on new cases. A full check runs on the real engine, so it has

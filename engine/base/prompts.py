@@ -1,6 +1,7 @@
 """How a question becomes a prompt: chat template, system prompt, worked examples, end tokens."""
 
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,22 +13,23 @@ from engine.settings.policies import FewShotExample
 # AutoTokenizer takes another class all the same.
 GENERIC = "TokenizersBackend"
 OWN_CLASS = frozenset({"qwen2"})
+# Transformers imports lazily, and two threads that do so at once find half a module.
+_importing = threading.Lock()
 
 
 def tokenizer_of(path: Path) -> Any:
     """Return the tokenizer that `AutoTokenizer` gives for a base's directory.
 
     Its module imports PyTorch's compiler, scikit-learn and pandas: four seconds of a core in each command.
-    For a generic tokenizer its class is taken directly.
+    For a generic tokenizer its class is taken directly. Several threads may ask at once.
     """
+    import transformers
+
     named, model = (_json(path / name) for name in ("tokenizer_config.json", "config.json"))
-    if named.get("tokenizer_class") == GENERIC and model.get("model_type") not in OWN_CLASS:
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast.from_pretrained(path)
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path)
+    is_generic = named.get("tokenizer_class") == GENERIC and model.get("model_type") not in OWN_CLASS
+    with _importing:
+        taken = transformers.PreTrainedTokenizerFast if is_generic else transformers.AutoTokenizer
+    return taken.from_pretrained(path)
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def take(known: dict[str, Any], name: str, command: str, result: Mapping[str, An
     """Take the result of a whole run of a benchmark: its commit, and its rows instead of older ones."""
     form = "long" if result["is_long"] else "short"
     said = [row["met"] for row in result["rows"]]
-    says = "missed" if "no" in said else "undecided" if "undecided" in said else "met"
+    says = "missed" if "no" in said else "undecided" if "undecided" in said else "met" if said else "reported"
     known["runs"][name] = {"commit": result["commit"], "form": form, "says": says}
     for new in result["rows"]:
         row = {**new, "command": f"`{command}`", "hardware": result["hardware"], "commit": result["commit"]}

@@ -82,12 +82,12 @@ def test_help_lists_the_commands_in_half_a_second() -> None:
 
 FAULTS = {
     "no settings file": (["run", "--params", "nowhere.yaml"], {}, 2, "nowhere.yaml"),
-    "extra key": (["status"], {"wings": 2}, 2, "`wings`"),
+    "extra key": (["status"], {"wings": 2}, 2, "`wings`; allowed here: base,"),
     "extra nested key": (
         ["status"],
         {"engine": {"prot": 1}},
         2,
-        "`engine.prot`",
+        "`engine.prot`; allowed here: at, behind_proxy",
     ),
     "bad value": (["status"], {"engine": {"port": "x"}}, 2, "`engine.port`"),
     "unknown benchmark": (["bench", "nothing"], {}, 2, "benchmark 'nothing'"),
@@ -116,14 +116,14 @@ FAULTS = {
         ["adapt", "poetry"],
         {},
         2,
-        "no policy 'poetry'",
+        "no policy 'poetry'. Known policies: arithmetic",
     ),
     "no policy": (["adapt"], {}, 2, "graftwork adapt POLICY"),
     "one unknown policy of two": (
         ["adapt", "--policy", "arithmetic", "--policy", "poetry"],
         {},
         2,
-        "no policy 'poetry'",
+        "no policy 'poetry'. Known policies: arithmetic",
     ),
     "random base": (["run", "--base", "wide-moe"], {}, 2, "'wide-moe'"),
     "base of one's own": (["run", "--base", "Qwen/Qwen3-0.6B"], {}, 2, "--base takes"),

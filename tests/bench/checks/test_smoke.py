@@ -301,4 +301,4 @@ def test_ctrl_c_while_a_base_is_prepared_shows_what_there_is(
     said = capsys.readouterr()
     assert started == list(bench.BASES[:2])
     assert "ratio_64.tiny-dense" in said.out
-    assert "ended by Ctrl-C" in said.err
+    assert "ended by Ctrl-C. This is what it had" in said.err

@@ -4,15 +4,29 @@ import json
 import shutil
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
 from engine.base.families import FAMILIES
 from engine.base.prompts import GENERIC, prompt_ids, tokenizer_of
+from engine.threads import in_parallel
 
 MODEL_TYPES = [name for family in FAMILIES for name in family.model_types]
+
+
+def write(base: Path, to: Path, model_type: str, named: str) -> None:
+    """Write the base's tokenizer with another class, for another type of model."""
+    config = json.loads((base / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == GENERIC
+    shutil.copy(base / "tokenizer.json", to)
+    (to / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": named}))
+    (to / "config.json").write_text(json.dumps({"model_type": model_type}))
 
 
 @pytest.mark.parametrize("named", [GENERIC, "Qwen2TokenizerFast"])
@@ -20,11 +34,7 @@ MODEL_TYPES = [name for family in FAMILIES for name in family.model_types]
 def test_it_is_the_one_that_transformers_takes(
     tiny_base: Path, tmp_path: Path, model_type: str, named: str
 ) -> None:
-    config = json.loads((tiny_base / "tokenizer_config.json").read_text())
-    assert config["tokenizer_class"] == GENERIC
-    shutil.copy(tiny_base / "tokenizer.json", tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": named}))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    write(tiny_base, tmp_path, model_type, named)
     assert type(tokenizer_of(tmp_path)) is type(AutoTokenizer.from_pretrained(tmp_path))
 
 
@@ -33,6 +43,30 @@ def test_it_renders_and_encodes_alike(tiny_base: Path) -> None:
     assert prompt_ids(ours, "2 + 3 = ?", "Be terse.") == prompt_ids(whole, "2 + 3 = ?", "Be terse.")
     assert (ours.eos_token_id, ours.pad_token_id) == (whole.eos_token_id, whole.pad_token_id)
     assert ours.decode(ours.encode("2 + 3")) == whole.decode(whole.encode("2 + 3"))
+
+
+class Lazy:
+    """As transformers: a name is imported when it is first asked for, by one thread at a time or badly."""
+
+    inside, most = 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        time.sleep(0.2)
+        self.inside -= 1
+        return SimpleNamespace(from_pretrained=str)
+
+
+def test_policies_that_begin_at_once_import_it_one_by_one(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each policy of `graftwork adapt` has a thread."""
+    write(tiny_base, tmp_path, "qwen3", "Qwen2Tokenizer")
+    lazy = Lazy()
+    monkeypatch.setitem(sys.modules, "transformers", lazy)
+    assert in_parallel(*[partial(tokenizer_of, tmp_path)] * 3) == [str(tmp_path)] * 3
+    assert lazy.most == 1
 
 
 def test_its_imports_are_light(tiny_base: Path) -> None:

@@ -88,7 +88,7 @@ def test_the_losses_differ_where_their_papers_do():
 @pytest.mark.parametrize(
     ("loss", "given", "sentence"),
     [
-        ("hope", {}, "no loss 'hope'"),
+        ("hope", {}, "no loss 'hope'. Known losses: cross_entropy"),
         ("python:hope", {}, "no loss 'python:hope'"),
         ("dapo", {"clip": 0.2}, "no setting clip."),
         ("dapo", {"beta": 0.2}, "no setting beta"),
