@@ -1,5 +1,6 @@
 """A session's journal alone: a late step costs what an early one cost."""
 
+import gc
 import os
 import sys
 import tracemalloc
@@ -37,6 +38,8 @@ def work_of(action: Callable[[], None]) -> Work:
         calls += event in ("call", "c_call")
 
     before = transferred()
+    # Collections come when they come, and call what others have registered.
+    gc.disable()
     tracemalloc.start()
     sys.setprofile(count)
     try:
@@ -45,6 +48,7 @@ def work_of(action: Callable[[], None]) -> Work:
         sys.setprofile(None)
         _, allocated = tracemalloc.get_traced_memory()
         tracemalloc.stop()
+        gc.enable()
     after = transferred()
     return Work(calls, after["wchar"] - before["wchar"], after["rchar"] - before["rchar"], allocated)
 
