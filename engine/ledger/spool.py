@@ -20,6 +20,8 @@ from typing import Any
 import orjson
 
 ROTATE_S = 0.25
+# A writer needs microseconds from creating a file to giving it the name that readers look for.
+OLDEST_NEW_S = 3600.0
 ROTATE_BYTES = 1 << 20
 
 
@@ -126,10 +128,17 @@ class Spool:
 
 
 def ready_files(root: Path) -> list[Path]:
-    """Return the files that a reader may take, oldest first."""
+    """Return the files that a reader may take, oldest first.
+
+    An empty `.new` file, whose writer was killed before it could write, goes after an hour.
+    """
     found: list[tuple[int, Path]] = []
     for path in root.glob("*"):
-        if path.suffix == ".jsonl" or (path.suffix == ".open" and _writer_is_dead(path)):
+        if path.suffix == ".new":
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > OLDEST_NEW_S:
+                    path.unlink()
+        elif path.suffix == ".jsonl" or (path.suffix == ".open" and _writer_is_dead(path)):
             try:
                 found.append((path.stat().st_mtime_ns, path))
             except FileNotFoundError:

@@ -17,7 +17,7 @@ import pytest
 
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.ledger.ledger import MIGRATIONS, Ledger, Spool, open_snapshot
-from engine.ledger.spool import ready_files
+from engine.ledger.spool import OLDEST_NEW_S, ready_files
 from tests.helpers.history import step_row
 
 spawn = multiprocessing.get_context("spawn")
@@ -117,6 +117,15 @@ def test_the_files_of_a_live_writer_are_left_alone(spool: Spool, ledger: Ledger)
     assert [path.suffix for path in spool.root.iterdir()] == [".jsonl"]
     assert ledger.ingest(spool.root) == 1
     assert list(spool.root.iterdir()) == []
+
+
+def test_a_file_that_a_killed_writer_only_made_goes_after_an_hour(tmp_path: Path) -> None:
+    old, young = tmp_path / "gateway-1-x.new", tmp_path / "gateway-2-y.new"
+    for path, age_s in ((old, OLDEST_NEW_S + 60), (young, 60)):
+        path.touch()
+        os.utime(path, (at := time.time() - age_s, at))
+    assert ready_files(tmp_path) == []
+    assert list(tmp_path.iterdir()) == [young]
 
 
 def test_a_torn_last_line_is_dropped_and_a_strange_one_put_aside(ledger: Ledger, tmp_path: Path) -> None:
