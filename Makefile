@@ -31,7 +31,7 @@ help:
 	@echo 'make run-real   run the main job on a real language model, smollm2-135m (93 MB more)'
 	@echo 'make up         start the services in the background; make down stops them'
 	@echo 'make repro      reproduce the evaluation of params.yaml with dvc repro'
-	@echo 'make test-fast  run the tests that start no service'
+	@echo 'make test-fast  run the quick tests that start no service'
 	@echo 'make test       run every capability once on real services, as CI does'
 	@echo 'make test-all   run the long forms (hours); make test-all PART=3/9 runs one ninth of them'
 	@echo 'make lint       run ruff and mypy'
@@ -50,7 +50,7 @@ test: $(STAMP)
 	@$(BIN)/python -m pytest $(PARALLEL) --machine-lock -m 'not slow and not gpu'
 
 test-fast: $(STAMP)
-	@$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not gpu and not services'
+	@$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not gpu and not services and not long'
 
 test-all: $(STAMP) $(COOKBOOK_STAMP)
 	@$(BIN)/python -m pytest $(PARALLEL) --machine-lock --hypothesis-profile explore $(LONG) --part $(PART)

@@ -78,6 +78,7 @@ def share_of_import(modules: list[str], after: list[str]) -> float:
     return min(float(run.stdout) for run in runs)
 
 
+@pytest.mark.long
 def test_importing_the_flows_adds_little_to_importing_prefect() -> None:
     flows = [f"flows.{path.stem}" for path in (ROOT / "flows").glob("*.py") if path.stem != "__init__"]
     prefect = [
@@ -93,6 +94,7 @@ def test_importing_the_flows_adds_little_to_importing_prefect() -> None:
     assert share_of_import(flows, after=prefect) <= 0.25
 
 
+@pytest.mark.long
 def test_importing_a_flow_brings_in_nothing_heavy() -> None:
     flows = [f"flows.{path.stem}" for path in (ROOT / "flows").glob("*.py")]
     code = f"import sys, {', '.join(flows)}; print(*sys.modules)"

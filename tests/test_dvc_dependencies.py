@@ -86,6 +86,7 @@ def dependencies() -> list[str]:
     return [entry for entry in stage["deps"] if not entry.startswith("repro/")]
 
 
+@pytest.mark.long
 def test_whatever_can_change_the_numbers_is_a_dependency(graph: ImportGraph) -> None:
     entries = [*dependencies(), *EXCLUDED]
     assert [str(path) for path in sorted(closure(graph)) if not any(covers(e, path) for e in entries)] == []

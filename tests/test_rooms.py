@@ -55,6 +55,7 @@ def graph() -> ImportGraph:
     return ImportGraph(ROOT)
 
 
+@pytest.mark.long
 def test_every_folder_of_the_engine_is_a_room(graph: ImportGraph) -> None:
     assert {room_of(name) for name in graph.modules} - set(PACKAGES) == set(ROOMS) - {"engine"}
 

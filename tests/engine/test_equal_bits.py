@@ -27,6 +27,7 @@ def products(dtype: str, *options: str, environment: dict[str, str]) -> dict[str
     return json.loads(run.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(dtype: str) -> None:
     """1 to 96 rows in a larger batch, each number in float32; forward, both gradients, one and two threads.
@@ -44,6 +45,7 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(dtype: str) -> None:
         assert [case for case in cases if case["differ"]] == []
 
 
+@pytest.mark.long
 def test_what_the_variable_changes_on_this_cpu(record_property: Any) -> None:
     """Reported, not asserted: a CPU may treat rows alike by itself."""
     plain = {name: value for name, value in os.environ.items() if name != VARIABLE}

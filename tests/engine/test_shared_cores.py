@@ -50,6 +50,7 @@ def test_who_computes_alone_takes_every_core(tmp_path: Path):
         assert torch.get_num_threads() == 4
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("four_cores")
 def test_an_error_or_a_kill_gives_the_cores_back(tmp_path: Path):
     engine, trainer = SharedCores(tmp_path, "engine", 3), SharedCores(tmp_path, "trainer", 2)

@@ -119,6 +119,7 @@ def test_a_list_goes_on_after_a_name_and_ends(file, catalog):
         ask(file, "ls", "sorting", "--after", newest[0])
 
 
+@pytest.mark.long
 def test_many_rows_never_lie_in_memory(catalog):
     for start in range(0, 30_000, 10_000):
         catalog.revisions.add_many([bare("sums", number) for number in range(start, start + 10_000)])

@@ -53,6 +53,7 @@ def core_seconds(*command: str) -> float:
     return after.children_user + after.children_system - before.children_user - before.children_system
 
 
+@pytest.mark.long
 def test_help_lists_the_commands_in_half_a_second() -> None:
     """On a machine that imports the libraries alone in 0.18 s, as two quiet EPYC cores do."""
     libraries = "import typer.main, pydantic, rich.console, rich.panel, psutil, filelock, yaml"
@@ -150,6 +151,7 @@ def test_fault_is_one_sentence_and_an_exit_code(
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.long
 def test_help_of_a_benchmark_is_its_own(params: Path) -> None:
     shown = process("bench", "fused", "--help", "--params", str(params))
     assert shown.returncode == 0, shown.stderr
@@ -250,6 +252,7 @@ def test_a_variable_names_the_settings(params: Path, monkeypatch: pytest.MonkeyP
     assert "nowhere.yaml" in refused.stderr
 
 
+@pytest.mark.long
 def test_down_and_status_without_services(params: Path) -> None:
     given = ("--params", str(params))
     assert "No services" in process("down", *given).stdout
@@ -339,6 +342,7 @@ def test_an_options_old_name_works_with_a_note(params: Path) -> None:
     assert rest == new.stderr.splitlines()
 
 
+@pytest.mark.long
 def test_a_command_sets_the_variable_of_equal_bits_before_it_imports_torch(
     params: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

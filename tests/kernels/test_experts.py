@@ -261,6 +261,7 @@ def test_scatter_fills_one_slot_and_nothing_else():
     assert torch.equal(b, want_b)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_triton_kernels_compile_for_a_gpu(
     capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -298,6 +299,7 @@ def test_the_triton_kernels_compile_for_a_gpu(
             assert compiled.asm["cubin"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves here")
 def test_the_triton_kernels_under_their_interpreter():
     pytest.importorskip("triton", reason="Triton is not installed")

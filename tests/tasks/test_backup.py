@@ -467,6 +467,7 @@ def wait_for_more(acknowledged: Callable[[], tuple[set[str], set[str], int]], tu
     return found
 
 
+@pytest.mark.long
 def test_what_was_there_when_it_began_is_in_it_under_load(
     params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -772,6 +773,7 @@ def names(kept: Path) -> set[str]:
     return {path.name for path in (kept / "backups").glob("*.json")} if kept.exists() else set()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_some_kills_leave_nothing_half_visible(params: Params, tmp_path: Path) -> None:
     backups, restores = survives_kills(params, tmp_path, 3)

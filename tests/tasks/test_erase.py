@@ -78,6 +78,7 @@ def erase(file: Path, tenant: str, *more: str) -> dict:
     return json.loads(said.output)
 
 
+@pytest.mark.long
 def test_nothing_of_the_tenant_is_left_and_each_place_is_reported(
     file: Path, params: Params, catalog: Catalog
 ) -> None:
@@ -108,6 +109,7 @@ def test_nothing_of_the_tenant_is_left_and_each_place_is_reported(
     assert catalog.audit.verify()[0] == last.id
 
 
+@pytest.mark.long
 def test_a_second_time_finds_nothing(file: Path, catalog: Catalog) -> None:
     erase(file, "acme", "--yes")
     places = erase(file, "acme", "--yes")["places"]

@@ -58,6 +58,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return seen
 
 
+@pytest.mark.long
 def test_base_and_revision_are_scored_once_and_the_ledger_has_the_windows(
     asked: list[tuple[str, int]], tiny_base: Path, tmp_path: Path
 ) -> None:

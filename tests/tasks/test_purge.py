@@ -112,6 +112,7 @@ def payloads(params: Params, catalog: Catalog, policy: str) -> list[bytes]:
         return [bytes(store.read(location(row)))[:256] for row in catalog.revisions.page(policy)]
 
 
+@pytest.mark.long
 def test_nothing_of_it_is_left_and_each_place_is_reported(file, params, catalog):
     secrets = [*payloads(params, catalog, "gone"), SECRET.encode(), b"gone-0000"]
     assert all(is_anywhere(params, secret) for secret in secrets[:-1])
@@ -145,6 +146,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "after", [pytest.param(False, id="before", marks=pytest.mark.slow), pytest.param(True, id="after")]
 )
@@ -235,6 +237,7 @@ def test_two_at_once_do_not_meet(params, catalog):
     assert catalog.purges.find("gone")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["sessions", "segments", "store", "ledger"])
 def test_a_name_that_came_back_after_a_kill_is_purged_from_the_start(params, catalog, monkeypatch, place):
     """What the record says was done then is done anew, and what was not done yet is not forgotten."""
@@ -313,6 +316,7 @@ def test_sessions_that_cannot_be_removed_are_named(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_purged_name_is_taken_again_only_on_purpose(params, catalog, monkeypatch):
     purge(params)
     monkeypatch.setattr("engine.base.resident.ensure_base", lambda *_: BaseInfo("b", Path("b"), BASE))
@@ -384,6 +388,7 @@ def running(params: Params) -> Iterator[Controller]:
         controller.close()
 
 
+@pytest.mark.long
 def test_a_running_controller_purges_its_own_ledger(params, catalog, monkeypatch):
     """The ledger and the routes have one writer; in the controller's own thread, between two turns."""
     asked = []
@@ -432,6 +437,7 @@ def test_a_running_controller_purges_its_own_ledger(params, catalog, monkeypatch
     assert is_anywhere(params, SECRET.encode()) == []
 
 
+@pytest.mark.long
 def test_a_controller_that_does_not_answer_is_said_and_the_rest_is_not_repeated(params, catalog):
     catalog.leases.acquire("controller", "somebody", 60)
     catalog.keys.ensure_local(params.paths.local_key)
@@ -453,6 +459,7 @@ def test_a_controller_that_does_not_answer_is_said_and_the_rest_is_not_repeated(
     check_kept(params)
 
 
+@pytest.mark.long
 def test_mlflow_forgets_the_policy_for_good(params, catalog, monkeypatch):
     from mlflow import MlflowClient
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore

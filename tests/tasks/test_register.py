@@ -285,6 +285,7 @@ def test_an_altered_artifact_is_refused_and_leaves_nothing(params, server, base,
     assert list((tmp_path / "fetched").iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_dead_registry_is_a_sentence_within_the_patience(base, tmp_path):
     port = free_port()
     dead = Params(state_dir=tmp_path / "state", mlflow=MlflowConfig(port=port))

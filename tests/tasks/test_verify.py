@@ -125,6 +125,7 @@ def test_a_probe_is_acted_upon_by_whoever_writes_routes(
         ledger.close()
 
 
+@pytest.mark.long
 def test_nobody_else_changes_routes_while_one_does_alone(params: Params, catalog: Catalog) -> None:
     brief = params.model_copy(update={"controller": ControllerConfig(port=free_port(), lease_s=1.5)})
     with (

@@ -14,6 +14,7 @@ def test_asking_while_no_guard_finds_anything_changes_no_verdict(monkeypatch: py
         assert bench.ours(traffic, 0.2, 0.3) == bench.ours(traffic, 0.2, 0.3, is_thorough=True)
 
 
+@pytest.mark.long
 def test_the_traffic_has_the_effect_that_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = load("canary", monkeypatch)
     for kinds in bench.KINDS.values():

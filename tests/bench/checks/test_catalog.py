@@ -50,6 +50,7 @@ def test_every_adapter_made_is_another_and_can_be_made_again(monkeypatch: pytest
     assert all(torch.equal(part_of[3][key], made[5][key]) for key in made[5])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "nbytes"), [("7kb", 7680), ("38kb", 37632)])
 def test_adapters_have_the_size_that_is_said(kind: str, nbytes: int, monkeypatch: pytest.MonkeyPatch):
     module = load("_catalog_adapters", monkeypatch)
@@ -60,6 +61,7 @@ def test_adapters_have_the_size_that_is_said(kind: str, nbytes: int, monkeypatch
     assert module.adapter_bytes(base, module.KINDS[kind], torch.bfloat16) == nbytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("streamed", [False, True])
 def test_what_is_registered_is_found(streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
@@ -181,6 +183,7 @@ def test_a_command_that_takes_too_much_memory_is_red(monkeypatch: pytest.MonkeyP
     assert catalog.over_bound("import", catalog.MOST_IMPORT_MB + 1) != []
 
 
+@pytest.mark.long
 def test_a_command_that_fails_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     catalog = load("catalog", monkeypatch)
     base = SimpleNamespace(path=tmp_path / "bases" / "base")
@@ -192,6 +195,7 @@ def test_a_command_that_fails_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert faults[0].startswith("`graftwork purge")
 
 
+@pytest.mark.long
 def test_a_command_runs_with_its_peak_memory(tmp_path: Path):
     settings, url = tmp_path / "params.yaml", f"sqlite:///{tmp_path / 'catalog.db'}"
     settings.write_text(json.dumps({"state_dir": str(tmp_path)}))

@@ -15,6 +15,7 @@ from flows.cli.admin import app
 from tests.helpers.bench_files import load
 
 
+@pytest.mark.long
 def test_the_command_finds_what_a_benchmark_shares_with_the_tests(capfd: pytest.CaptureFixture[str]):
     """Pytest has them on its path; a benchmark that a person runs has what the command gives it."""
     found = CliRunner().invoke(app, ["bench", "storm", "--cold", "many"])

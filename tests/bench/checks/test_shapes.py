@@ -19,6 +19,7 @@ SMALL = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-4b", "qwen3-30b-a3b"])
 def test_a_shape_becomes_a_base(name: str, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shapes = load("_shapes", monkeypatch)

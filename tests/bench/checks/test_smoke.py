@@ -247,6 +247,7 @@ SMOKES: dict[str, Smoke] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_a_benchmark_writes_its_figures(
     name: str, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -98,6 +98,7 @@ def test_one_of_eight_ranks_copies_its_part_alone(tmp_path):
     assert torch.equal(queries, tensors["model.layers.1.self_attn.q_b_proj.lora_B"][heads])
 
 
+@pytest.mark.long
 def test_a_layout_with_a_rank_of_its_own_for_every_expert_is_within_the_limit():
     """The largest layout that this base can have: no two neighbours can share a block."""
     layout = worst_layout()

@@ -41,6 +41,7 @@ def digest_of(tensors):
     return revision.digest(tensors, rank, {module.rpartition(".")[2] for module in modules}, BASE)
 
 
+@pytest.mark.long
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_an_adapter_has_one_digest_in_every_layout(tmp_path, data):

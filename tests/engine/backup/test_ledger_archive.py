@@ -83,6 +83,7 @@ def read_all(place: BackupPlace, table: str, folder: Path) -> list[tuple[Any, ..
     )
 
 
+@pytest.mark.long
 def test_each_day_is_a_file_for_any_duckdb(kept: Kept, address: str, tmp_path: Path) -> None:
     place = BackupPlace(address)
     done = archive(kept.snapshot, place, "one")

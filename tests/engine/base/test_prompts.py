@@ -71,6 +71,7 @@ def test_policies_that_begin_at_once_import_it_one_by_one(
     assert lazy.most == 1
 
 
+@pytest.mark.long
 def test_its_imports_are_light(tiny_base: Path) -> None:
     """A command that asks for it takes four seconds less of a core than with AutoTokenizer."""
     code = (

@@ -66,6 +66,7 @@ def built(tmp_path_factory):
     return build
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_built_the_same_and_opens_in_transformers(name, built):
     from transformers import AutoModelForCausalLM, AutoTokenizer

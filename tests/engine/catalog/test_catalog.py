@@ -74,6 +74,7 @@ def closing_connection(url: str, write: bool = False) -> Iterator[Connection]:
     engine.dispose()
 
 
+@pytest.mark.long
 def test_several_processes_may_migrate_at_once(empty_catalog_url: str) -> None:
     url = empty_catalog_url
     workers = [spawn.Process(target=migrate, args=(url,)) for _ in range(3)]
@@ -289,6 +290,7 @@ def raise_weight(url: str, times: int) -> None:
                 continue
 
 
+@pytest.mark.long
 def test_no_change_of_several_processes_is_lost(catalog_url: str, catalog: Catalog) -> None:
     workers = [spawn.Process(target=raise_weight, args=(catalog_url, 25)) for _ in range(3)]
     for worker in workers:

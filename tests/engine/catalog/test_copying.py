@@ -204,6 +204,7 @@ def copy_and_die(source: str, target: str, after: int) -> None:
     copy_catalog(source, target, on_rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
 def test_killed_it_leaves_nothing_and_goes_through_the_next_time(
     kind: str, request: pytest.FixtureRequest, source: str, tmp_path: Path
@@ -228,6 +229,7 @@ def test_a_snapshot_of_sqlite_frees_the_leases_alone(source: str, tmp_path: Path
     assert rows_of(f"sqlite:///{tmp_path}/copy.db") == as_copied(rows_of(source))
 
 
+@pytest.mark.long
 def test_a_locked_database_is_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -575,6 +575,7 @@ def test_a_batch_shares_no_bytes_that_moved_and_is_of_no_purged_policy(catalog: 
     assert {one.digest for one in catalog.revisions.scan()} == {digest(1)}
 
 
+@pytest.mark.long
 def test_a_page_may_have_more_words_than_a_statement_takes(catalog: Catalog, catalog_url: str) -> None:
     # SQLite takes 32,766, Postgres 65,535.
     many = 66_000 if catalog_url.startswith("postgresql") else 33_000

@@ -91,6 +91,7 @@ def test_an_engine_without_the_plugin_is_a_service_at_fault() -> None:
         client.marker()
 
 
+@pytest.mark.long
 def test_rollouts_are_asked_for_again_while_the_engine_is_full_or_away() -> None:
     client = EngineClient("http://engine", patience_s=30)
     faults = iter([httpx.ConnectError("refused"), 503, 429, 500])

@@ -305,6 +305,7 @@ def all_cases() -> list[tuple[Release, Evidence]]:
     return list(itertools.product(rows, seen))
 
 
+@pytest.mark.long
 def test_what_holds_in_every_case() -> None:
     cases = all_cases()
     assert len(cases) > 100_000

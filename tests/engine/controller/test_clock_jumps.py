@@ -84,6 +84,7 @@ def restarted(controller: Controller) -> Controller:
     return controller
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("jump", list(JUMPS))
 @pytest.mark.parametrize(("reward", "pairs", "state"), [(0.0, 8, "rolled_back"), (1.0, 60, "promoted")])

@@ -54,6 +54,7 @@ def ask(web: TestClient, rng: random.Random) -> None:
     assert answer.status_code < 500 or answer.status_code == 503, (method, path, answer.text)
 
 
+@pytest.mark.long
 def test_any_request_is_answered(web: TestClient) -> None:
     rng = random.Random(0)
     for _ in range(CASES):

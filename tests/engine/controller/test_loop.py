@@ -116,6 +116,7 @@ def test_the_base_is_the_baseline_of_a_first_canary(params: Params, users: Users
     controller.close()
 
 
+@pytest.mark.long
 def test_only_users_with_a_unit_and_only_their_first_reward_count(
     controller: Controller, users: Users
 ) -> None:
@@ -420,6 +421,7 @@ def end_state(root: Path, verdict: str, kill_after: int | None) -> tuple[Any, ..
 EFFECTS = {"promote": 11, "rollback": 12, "hold": 11}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("verdict", list(EFFECTS))
 def test_a_kill_after_any_effect_reaches_the_same_end(tmp_path: Path, verdict: str) -> None:
     (tmp_path / "whole").mkdir()
@@ -687,6 +689,7 @@ def test_the_list_of_routes_is_whole(web: TestClient) -> None:
     assert known == {*listed, ("GET", "/health"), ("POST", "/mlflow/webhook")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("method", "path"), CONTROLLER)
 def test_nobody_is_answered_without_a_credential(
     controller: Controller, web: TestClient, method: str, path: str

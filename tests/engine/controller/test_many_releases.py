@@ -164,5 +164,6 @@ def test_500_releases_of_50_policies(world: ManyPolicies) -> None:
     print(check(world, 50, 10))
 
 
+@pytest.mark.long
 def test_nine_releases_of_three_policies(world: ManyPolicies) -> None:
     print(check(world, 3, 3))

@@ -116,6 +116,7 @@ def mirror(controller: Controller, mlflow: Mlflow) -> AliasMirror:
     return mirror
 
 
+@pytest.mark.long
 def test_aliases_follow_the_route(controller: Controller, mirror: AliasMirror, mlflow: Mlflow) -> None:
     route = controller.catalog.routes.get("sorting")
     route = controller.catalog.routes.update(replace(route, canary=NEW, weight=0.2), route.version)

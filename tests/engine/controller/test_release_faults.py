@@ -146,6 +146,7 @@ def interrupted(file: Path, number: int, first: str, second: str) -> bool:
     return bool(ended)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("first", "second"), itertools.product(CANARIES, repeat=2))
 def test_a_controller_that_wakes_up_late_changes_nothing(
     waiting: Path, tmp_path: Path, first: str, second: str
@@ -247,6 +248,7 @@ def test_servers_that_hang_delay_no_verdict_and_no_person(controller: Controller
 POISON = 10_000
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("units", "reward"),
     [(1, 1.0), (POISON, 1.0), (POISON, 0.0)],

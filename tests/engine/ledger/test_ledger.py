@@ -61,6 +61,7 @@ def ingest_forever(root: Path, path: Path) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.long
 def test_kills_of_writers_and_reader_lose_and_double_nothing(tmp_path: Path) -> None:
     root, path = tmp_path / "spool", tmp_path / "ledger.duckdb"
     journals = [tmp_path / f"acknowledged-{i}" for i in range(5)]
@@ -309,6 +310,7 @@ def test_steps_of_an_older_ledger_stay_without_the_new_metrics(tmp_path: Path, s
     assert rows(ledger, query) == [(1, 0.5, None, None), (2, 0.005, 1.0, '{"outlier":3,"router":5}')]
 
 
+@pytest.mark.long
 def test_a_snapshot_is_whole_at_every_moment_and_keeps_the_lock(
     tmp_path: Path, spool: Spool, ledger: Ledger
 ) -> None:

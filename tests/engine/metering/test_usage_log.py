@@ -191,6 +191,7 @@ def kill_gateways(root: Path, times: int) -> None:
     assert list((root / "gateways").glob("*")) == []
 
 
+@pytest.mark.long
 def test_a_killed_gateway_loses_no_request_and_counts_none_twice(tmp_path: Path) -> None:
     kill_gateways(tmp_path, 5)
 

@@ -183,6 +183,7 @@ trainers = st.builds(
 bases = st.sampled_from([QWEN3_06B, LLAMA3_8B, QWEN3_30B_A3B])
 
 
+@pytest.mark.long
 @given(bases, st.integers(1, 200), engines, trainers)
 def test_shares_of_a_plan_that_fits_leave_room_for_each_other(config, available, engine, trainer):
     found = plan(config, available * GIB, engine, trainer)

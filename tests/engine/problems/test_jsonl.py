@@ -133,6 +133,7 @@ print(found.lines, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lines", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 def test_memory_stays_bounded(tmp_path: Path, lines: int) -> None:
     """The file of 10^6 lines is 64 MB; the import grows by less than a third of that, and not with it."""

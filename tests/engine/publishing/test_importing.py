@@ -91,6 +91,7 @@ def test_an_adapter_from_elsewhere_becomes_a_revision_by_the_command(tiny_base, 
     assert max(gaps([row.adapter for row in probe.rows], [row.base for row in probe.rows])) > 0.1
 
 
+@pytest.mark.long
 def test_an_import_as_json_and_into_a_name_that_was_purged(tiny_base, tmp_path):
     """A purged name is refused before the probe is computed, and taken again on purpose."""
     from tasks.purge import purge

@@ -235,6 +235,7 @@ def test_appended_bytes_are_held_until_their_rows_are_committed(state, monkeypat
     assert all(has_moved(state, row) for row in rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["append", "commit"])
 def test_killed_around_a_batchs_append_it_loses_nothing(state, moment):
     rows = [state.publish_older(policy, seed) for seed in range(3) for policy in POLICIES]

@@ -303,6 +303,7 @@ values = st.lists(
 )
 
 
+@pytest.mark.long
 @given(values, st.integers(1, 40), st.sampled_from([0.0, 1.0]))
 def test_looking_at_any_moments_gives_what_one_look_from_scratch_gives(
     drawn: list[tuple[int, str, int, float]], every: int, on_canary: float

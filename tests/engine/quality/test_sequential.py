@@ -54,6 +54,7 @@ def differences(
     return (canary_SN - baseline_SN + 1) / 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rate", [0.2, 0.5, 0.95])
 def test_equal_arms_are_rolled_back_rarely_however_often_one_looks(rate: float) -> None:
     x_SN = differences(np.random.default_rng(1), rate, rate, (2000, 1500))

@@ -178,6 +178,7 @@ def test_lines_follow_each_other_and_many_steps_become_their_means():
     ElementTree.fromstring(drawn)
 
 
+@pytest.mark.long
 def test_a_page_of_many_policies_and_lines_stays_small(tmp_path):
     curves = [made_curve(f"policy-{policy:02}", 40, f"{line}") for policy in range(50) for line in range(12)]
     path = write_report(ReportData("Many", NOW, curves=tuple(curves)), tmp_path / "report.html")

@@ -30,6 +30,7 @@ def page_of(params: Params) -> tuple[ReleaseResult, str]:
     return shown, render(data)
 
 
+@pytest.mark.long
 def test_it_shows_weights_intervals_guards_and_the_reason(params: Params, release: Release) -> None:
     shown, page = page_of(params)
     assert release.state == shown.state == "promoted"

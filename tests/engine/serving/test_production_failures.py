@@ -262,6 +262,7 @@ async def test_an_evicted_adapter_comes_back_when_it_is_asked_for():
     assert tier.evictions >= 8
 
 
+@pytest.mark.long
 async def test_what_has_left_is_nowhere(tmp_path):
     """A thousand revisions through two slots: nothing of a name stays in server or worker."""
     manager, table = worker(), models()
@@ -309,6 +310,7 @@ def test_who_asks_again_while_it_is_on_its_way_is_told_with_the_first(tmp_path):
     assert host.verified_bytes == address["length"]
 
 
+@pytest.mark.long
 def test_a_segment_that_one_thread_lets_go_is_open_to_the_next(tmp_path):
     """Who takes it up while another drops it gets an open one, or opens it anew: never one that closes."""
     address = addresses(tmp_path, 1)["p@0"]

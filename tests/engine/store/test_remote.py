@@ -205,6 +205,7 @@ def test_a_store_without_conditional_writes_is_claimed_by_hand(store, kind, monk
     assert store.belong_to("a" * 32) == "a" * 32
 
 
+@pytest.mark.long
 def test_a_service_that_is_away_is_one_sentence(tmp_path, monkeypatch):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

@@ -192,6 +192,7 @@ def test_a_sampler_serves_a_snapshot_a_revision_and_the_base(
     assert [name.partition("@")[0] for name in sampled] == [policy, policy, "tiny-dense"]
 
 
+@pytest.mark.long
 def test_samples_that_come_together_are_one_request(
     served: Served, client: tinker.ServiceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ def _fields(schema: dict, operation: dict) -> dict:
     return schema["components"]["schemas"].get(name, {}).get("properties", {})
 
 
+@pytest.mark.long
 def test_no_call_of_the_schema_is_answered_500(served: Served) -> None:
     choose, wrong, asked = random.Random(25), [], 0
     session = served.ask("POST", "/create_session", json={}).json()["session_id"]

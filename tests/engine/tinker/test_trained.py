@@ -61,6 +61,7 @@ def step(model: tinker.TrainingClient, data: list[tinker.Datum]) -> float:
     return output.result().metrics["loss:sum"]
 
 
+@pytest.mark.long
 def test_a_model_learns_and_goes_on_from_its_state(served: Served, client: tinker.ServiceClient) -> None:
     model, data = trained(client), [datum([0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 2.5])]
     losses = [step(model, data) for _ in range(4)]
@@ -183,6 +184,7 @@ def two_steps(model: tinker.TrainingClient, loss: str) -> tinker.ForwardBackward
     return output.result()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", LOSSES)
 def test_steps_are_adamw_s_on_peft_s_model(
     served: Served, client: tinker.ServiceClient, tiny_base: Path, loss: str
@@ -211,6 +213,7 @@ def test_steps_are_adamw_s_on_peft_s_model(
         torch.testing.assert_close(factor, theirs[key].detach(), atol=1e-5, rtol=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", ["cross_entropy", "ppo"])
 def test_chunks_of_one_and_of_all_learn_the_same(
     served: Served, monkeypatch: pytest.MonkeyPatch, loss: str

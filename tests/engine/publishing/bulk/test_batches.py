@@ -56,6 +56,7 @@ def test_a_table_is_used_again_for_one_of_its_size():
     fresh.zero_()
 
 
+@pytest.mark.long
 @given(
     model_type=st.sampled_from(sorted(made_adapters.CONFIGS)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),

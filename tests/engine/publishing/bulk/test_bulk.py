@@ -369,6 +369,7 @@ for one in bulk.register_many(
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "told", [pytest.param(1, marks=pytest.mark.slow), 40, pytest.param(133, marks=pytest.mark.slow)]
 )

@@ -117,6 +117,7 @@ async def test_nobody_answers_in_the_place_of_another_arm(world, arm):
     assert [status for _, _, status in observed(world)] == [500]
 
 
+@pytest.mark.long
 async def test_nobody_waits_for_a_canary_that_is_not_resident(world):
     await warm(world, CHAMPION)
     world.engine.seconds = 2

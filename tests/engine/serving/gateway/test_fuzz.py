@@ -147,6 +147,7 @@ def case(rng: random.Random, who: Sequence[str]) -> tuple[str, str, str, dict[st
     return rng.choice(who), rng.choice(METHODS), path, headers, body
 
 
+@pytest.mark.long
 def test_any_request_is_answered(world: World) -> None:
     paths = st.sampled_from(PATHS) | st.text("/v1abc%.é\0", max_size=20)
     with closing(Fuzzer(world)) as fuzzer:

@@ -376,6 +376,7 @@ def test_what_has_changed_is_told_once(catalog):
     assert router.take_changed() == {"sums"}
 
 
+@pytest.mark.long
 def test_the_catalog_is_asked_of_what_is_asked_for_alone(catalog, monkeypatch):
     """A thousand policies: no route is read before its own request."""
     for number in range(1000):

@@ -64,6 +64,7 @@ async def test_a_tenant_reaches_its_own(world: World):
                     assert (await client.post(path, json=body_of(path, name))).is_success
 
 
+@pytest.mark.long
 async def test_the_matrix_of_routes_methods_and_roles(world: World):
     """A caller's answer is decided by the table alone: 401, 404, 405, 403, or the endpoint's own."""
     keys = {name: world.key(roles=roles) for name, roles in ROLE_SETS.items()} | {None: None}

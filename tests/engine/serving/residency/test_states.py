@@ -257,6 +257,7 @@ steps = st.one_of(
 )
 
 
+@pytest.mark.long
 @given(st.lists(steps, min_size=20, max_size=60))
 def test_in_any_order_of_events_nobody_waits_for_nothing_and_every_view_agrees(order):
     """Loads, evictions, lost bytes, clients that leave, reports that are lost, crashes of either process."""

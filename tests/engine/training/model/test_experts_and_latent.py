@@ -143,6 +143,7 @@ def gradients(base: ResidentBase, targets, loss: str = "dapo"):
     return adapter, found, grads
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_finite_differences(bases, kind):
     base = bases[kind]

@@ -111,6 +111,7 @@ def fused(live: Live) -> float:
     return live.trainer.metrics.registry.get_sample_value("graftwork_trainer_fused_operations_total")
 
 
+@pytest.mark.long
 def test_nine_policies_in_one_pass_become_what_they_are_alone(trainers):
     """Five steps at a large learning rate: each adapter within 1e-5 of the one that was trained alone."""
     live = trainers.start(held=100)

@@ -212,6 +212,7 @@ def test_a_state_of_version_2_continues_with_its_history_and_results(base, tmp_p
     assert find_answer(tmp_path / "old", header, "never") is None
 
 
+@pytest.mark.long
 def test_a_late_step_costs_what_an_early_one_costs(base, tmp_path, monkeypatch):
     """In bytes written, which do not depend on the machine; a step used to write all steps before it."""
     session = Session(tmp_path, base, BASE, opening())

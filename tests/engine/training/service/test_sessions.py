@@ -370,6 +370,7 @@ def digests_alone(trainers: Trainers, names: tuple[str, ...]) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_sessions_that_take_turns_in_little_memory_are_as_alone(trainers):
     names = ("a", "b", "c")
     want = digests_alone(trainers, names)
@@ -487,6 +488,7 @@ def test_what_was_stored_is_answered_again_after_a_restart(trainers):
         again.client.delete_state("one", "current")
 
 
+@pytest.mark.long
 def test_a_step_that_is_asked_for_late_was_taken_once(trainers):
     """Its result has left the queue, and so many others came that none of its session is kept there."""
     live = trainers.start()
