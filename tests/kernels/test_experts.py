@@ -262,7 +262,7 @@ def test_scatter_fills_one_slot_and_nothing_else():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_the_triton_kernels_compile_for_a_gpu(
     capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

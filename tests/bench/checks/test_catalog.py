@@ -62,7 +62,7 @@ def test_adapters_have_the_size_that_is_said(kind: str, nbytes: int, monkeypatch
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("streamed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_is_registered_is_found(streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     url = f"sqlite:///{tmp_path / 'catalog.db'}"
@@ -155,6 +155,7 @@ def test_bytes_are_only_written(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_registered_adapters_answer_as_those_published_one_by_one(
     engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -195,7 +196,7 @@ def test_a_command_that_fails_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert faults[0].startswith("`graftwork purge")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_command_runs_with_its_peak_memory(tmp_path: Path):
     settings, url = tmp_path / "params.yaml", f"sqlite:///{tmp_path / 'catalog.db'}"
     settings.write_text(json.dumps({"state_dir": str(tmp_path)}))

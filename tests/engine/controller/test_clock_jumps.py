@@ -26,6 +26,8 @@ JUMPS = {
     "the gateway's back": (0.0, -JUMP_S),
     "the gateway's forward": (0.0, JUMP_S),
 }
+# One of each two in `make test`.
+LONG = ("the machine's forward", "the controller's back", "the gateway's back")
 MOMENTS = ("created", "in its canary", "restarted in its canary")
 
 
@@ -86,7 +88,9 @@ def restarted(controller: Controller) -> Controller:
 
 @pytest.mark.long
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("jump", list(JUMPS))
+@pytest.mark.parametrize(
+    "jump", [pytest.param(jump, marks=pytest.mark.slow if jump in LONG else ()) for jump in JUMPS]
+)
 @pytest.mark.parametrize(("reward", "pairs", "state"), [(0.0, 8, "rolled_back"), (1.0, 60, "promoted")])
 def test_a_canary_is_judged_as_if_no_clock_had_jumped(
     controller: Controller,

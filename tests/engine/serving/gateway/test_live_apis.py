@@ -9,7 +9,6 @@ import time
 from contextlib import AsyncExitStack, closing, suppress
 from pathlib import Path
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -134,6 +133,8 @@ def test_openais_client(engine: RunningEngine, policy: str, tenant: str):
 
 
 def test_anthropics_client(engine: RunningEngine, policy: str, tenant: str):
+    import anthropic
+
     client = anthropic.Anthropic(base_url=engine.url, api_key=tenant, max_retries=0)
     answer = client.messages.create(model=policy, max_tokens=4, messages=TURNS, metadata={"user_id": "u"})
     assert answer.usage.output_tokens <= 4
