@@ -37,6 +37,38 @@ SCHEMA = (
     ) STRICT, WITHOUT ROWID;
     CREATE TABLE exported (file TEXT PRIMARY KEY, first INTEGER NOT NULL, last INTEGER NOT NULL) STRICT;
     """,
+    # No number of tokens is negative.
+    """
+    ALTER TABLE requests RENAME TO requests_1;
+    CREATE TABLE requests (
+        seq INTEGER PRIMARY KEY, id TEXT NOT NULL, gateway TEXT NOT NULL, at REAL NOT NULL,
+        tenant TEXT NOT NULL, key TEXT NOT NULL, policy TEXT NOT NULL, revision TEXT NOT NULL,
+        purpose TEXT NOT NULL, reserved INTEGER NOT NULL CHECK (reserved >= 0), state TEXT NOT NULL,
+        status INTEGER, prompt INTEGER CHECK (prompt >= 0), completion INTEGER CHECK (completion >= 0),
+        settled_at REAL
+    ) STRICT;
+    INSERT INTO requests SELECT seq, id, gateway, at, tenant, key, policy, revision, purpose, reserved, state,
+        status, max(prompt, 0), max(completion, 0), settled_at FROM requests_1;
+    DROP TABLE requests_1;
+    ALTER TABLE spent RENAME TO spent_1;
+    CREATE TABLE spent (
+        subject TEXT NOT NULL, period TEXT NOT NULL, used INTEGER NOT NULL CHECK (used >= 0),
+        reserved INTEGER NOT NULL, PRIMARY KEY (subject, period)
+    ) STRICT, WITHOUT ROWID;
+    INSERT INTO spent SELECT subject, period, max(used, 0), reserved FROM spent_1;
+    DROP TABLE spent_1;
+    ALTER TABLE hours RENAME TO hours_1;
+    CREATE TABLE hours (
+        hour INTEGER NOT NULL, tenant TEXT NOT NULL, key TEXT NOT NULL, policy TEXT NOT NULL,
+        revision TEXT NOT NULL, purpose TEXT NOT NULL, requests INTEGER NOT NULL,
+        prompt INTEGER NOT NULL CHECK (prompt >= 0), completion INTEGER NOT NULL CHECK (completion >= 0),
+        unknown INTEGER NOT NULL CHECK (unknown >= 0),
+        PRIMARY KEY (hour, tenant, key, policy, revision, purpose)
+    ) STRICT, WITHOUT ROWID;
+    INSERT INTO hours SELECT hour, tenant, key, policy, revision, purpose, requests, max(prompt, 0),
+        max(completion, 0), max(unknown, 0) FROM hours_1;
+    DROP TABLE hours_1;
+    """,
 )
 CLOSE = """
     UPDATE requests SET state = ?, status = ?, prompt = ?, completion = ?, settled_at = ?, revision = ?

@@ -5,7 +5,8 @@
 Two engines on one base: ours, and the same without the middleware; both are asked for the base. Half of the
 answers are streamed. Keys have limits, and usage is recorded. The engines take turns, in the other order
 every other time, until each figure is decided. `added_*_ms` are differences of a pair, `added_p50_ms` those
-of single requests by one client.
+of single requests by one client. `loop_*_ms` is the CPU of the gateway's own code for a whole answer and for
+a stream of 64 pieces, in a loop without a server.
 """
 
 import asyncio
@@ -25,6 +26,7 @@ import _record as record
 import aiohttp
 import orjson
 import psutil
+from _gateway_loop import measure
 from _run import Run, options, start
 from _served import START_S, Live, live
 
@@ -44,6 +46,8 @@ LIMITS = {"tokens_per_day": 1e12, "tokens_per_minute": 1e12, "requests_per_minut
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47]
 # Requests of one client in a pair, and of the refused ones.
 ONE_CLIENT, REFUSALS, BAD_PER_S = 10, 1000, 500
+# Requests of one measurement in a loop.
+LOOPS = 500
 HERE = Path(__file__).parent
 
 
@@ -284,6 +288,8 @@ def main() -> None:
         kinds = ("bare", "gateway")
         servers = {kind: stack.enter_context(refusing(kind, Path(folder))) for kind in kinds}
         figures.add_pairs(run.pairs("refusals, pair", partial(refusals, servers), BOUNDS, share=0.15))
+        loops = [measure(LOOPS) for _ in range(5)]
+        figures.add({name: [found[name] for found in loops] for name in loops[0]})
     with run.preparing(), ExitStack() as stack:
         run.go_on()
         ours = stack.enter_context(live(params, "tiny-dense", params.paths.root))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from engine.serving.gateway.routing import Router
 from engine.serving.residency.residency import Residency
 from engine.settings.services import EngineConfig, GatewayConfig
 from engine.store.segments import Store
+from tests.helpers.api_answers import APIS, COMPLETIONS, Said, pieces, whole
 
 MAX_MODEL_LEN = 256
 OWN = (
@@ -33,7 +35,6 @@ OWN = (
     "/graftwork/ready",
     "/graftwork/drain",
 )
-ANTHROPIC, RESPONSES = "/v1/messages", "/v1/responses"
 
 
 class Events:
@@ -97,17 +98,20 @@ class FakeVllm:
         prompt = body.get("prompt", body.get("messages", body.get("input", "")))
         words = len(json.dumps(prompt).split())
         tokens = body.get("max_tokens", body.get("max_completion_tokens", body.get("max_output_tokens", 16)))
-        tokens = min(tokens, self.short) * body.get("n", 1)
+        each, n = min(tokens, self.short), body.get("n", 1)
+        tokens = each * n
         count = self.under_way[name] = [words, 0]
         gone = asyncio.ensure_future(left(receive))
         try:
+            choices, used = [Said(("x",) * each)] * n, (words, tokens)
             if body.get("stream"):
-                await self._stream(scope["path"], body, count, tokens, gone, send)
+                told = pieces(scope["path"], choices, used, body.get("tools", ()))
+                await self._stream(told, count, tokens, gone, send)
             else:
                 while count[1] < tokens and not gone.done():
                     await self._step(count)
                 if not gone.done():
-                    await self._whole(send, 200, answer_of(scope["path"], name, count))
+                    await self._whole(send, 200, self._answer(scope["path"], name, choices, used))
         finally:
             gone.cancel()
             self.finished[name] = (count[0], count[1])
@@ -118,42 +122,25 @@ class FakeVllm:
         count[1] += 1
 
     async def _stream(
-        self, path: str, body: dict[str, Any], count: list[int], tokens: int, gone: Any, send: Any
+        self, told: Sequence[bytes], count: list[int], tokens: int, gone: Any, send: Any
     ) -> None:
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-        async def event(said: dict[str, Any] | str) -> None:
-            text = said if isinstance(said, str) else json.dumps(said, separators=(",", ":"))
-            data = f"data: {text}\n\n".encode()
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-
-        if path == ANTHROPIC:
-            await event(
-                {
-                    "type": "message_start",
-                    "message": {"usage": {"input_tokens": count[0], "output_tokens": 0}},
-                }
-            )
-        while count[1] < tokens and not gone.done():
-            await self._step(count)
-            await event({"choices": [{"index": 0, "text": "x", "finish_reason": None}]})
-        if gone.done():
-            return
-        usage = {"prompt_tokens": count[0], "total_tokens": sum(count), "completion_tokens": count[1]}
-        if path == ANTHROPIC:
-            await event({"type": "message_delta", "usage": {"output_tokens": count[1]}})
-        elif path == RESPONSES:
-            told = {
-                "input_tokens": count[0],
-                "input_tokens_details": {"cached_tokens": 0},
-                "output_tokens": count[1],
-            }
-            await event({"type": "response.completed", "response": {"usage": told}})
-        elif (body.get("stream_options") or {}).get("include_usage"):
-            await event({"choices": [], "usage": usage})
-        await event("[DONE]")
+        for piece in told:
+            if b'"x"' in piece and count[1] < tokens:
+                await self._step(count)
+            if gone.done():
+                return
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _answer(self, path: str, name: str, choices: Sequence[Said], used: tuple[int, int]) -> dict[str, Any]:
+        if path not in APIS:
+            return {"id": name}
+        return {
+            "id": f"cmpl-{name}" if path == COMPLETIONS else name,
+            **json.loads(whole(path, choices, used)),
+        }
 
     async def _whole(self, send: Any, status: int, body: dict[str, Any]) -> None:
         headers = [(b"content-type", b"application/json")]
@@ -164,13 +151,6 @@ class FakeVllm:
 async def left(receive: Any) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def answer_of(path: str, name: str, count: list[int]) -> dict[str, Any]:
-    if path in (ANTHROPIC, RESPONSES):
-        return {"id": name, "usage": {"input_tokens": count[0], "output_tokens": count[1]}}
-    usage = {"prompt_tokens": count[0], "completion_tokens": count[1], "total_tokens": sum(count)}
-    return {"id": f"cmpl-{name}", "choices": [{"text": "x", "finish_reason": "stop"}], "usage": usage}
 
 
 @dataclass

@@ -6,14 +6,13 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-import orjson
 from prometheus_client import Counter
 
 from engine.catalog.catalog import Key
 from engine.ledger.spool import Spool
 from engine.serving.gateway.arms import FALLBACK, Target
 from engine.serving.gateway.asgi import CLIENT_LEFT
-from engine.serving.gateway.outcomes import ENDED, FAULT, outcome_of, streamed_fault, streamed_outcome
+from engine.serving.gateway.forwarding import ForwardedCall
 from engine.serving.gateway.routing import Router
 
 UNOBSERVED = Counter("graftwork_observations_lost", "Requests whose observation could not be spooled.")
@@ -37,38 +36,31 @@ class Exchange:
     purpose: str
     admitted_at: float
     started: float
+    is_stream: bool = False
     status: int = CLIENT_LEFT
     has_left: bool = False
     ttft_s: float | None = None
     usage: dict[str, int] | None = None
     outcome: str | None = None
-    # Of a stream: its pieces so far, and the seconds until the last one.
+    # The pieces of the answer so far, and the seconds until the last one.
     pieces: int = 0
     last_s: float = 0.0
 
-    def take_whole(self, body: bytes, is_json: bool) -> None:
-        """Measure an answer that comes at once."""
-        self.ttft_s = time.perf_counter() - self.started
-        answer = answer_of(body)
-        self.usage, self.outcome = answer.get("usage"), outcome_of(answer, is_json)
-
-    def take_piece(self, piece: bytes) -> None:
-        """Measure the first piece of an answer, or a later one; an empty one is none."""
+    def take(self, piece: bytes) -> None:
+        """Time the whole answer, or a piece of its stream; an empty one is none."""
         if not piece:
             return
         self.last_s = time.perf_counter() - self.started
         if self.ttft_s is None:
             self.ttft_s = self.last_s
         self.pieces += 1
-        if ENDED in piece:
-            self.outcome = streamed_outcome(piece) or self.outcome
-        elif piece.startswith(FAULT):
-            self.status = streamed_fault(piece)
 
-    def take_usage(self, used: tuple[int, int] | None) -> None:
-        """Take the (prompt, completion) tokens of the whole answer, a stream's too."""
-        if used is not None and any(used):
-            self.usage = {"prompt_tokens": used[0], "completion_tokens": used[1]}
+    def take_told(self, call: ForwardedCall) -> None:
+        """Take what the whole answer told: how it ended, what it used, and an error behind its 200."""
+        self.outcome = call.answer.outcome
+        self.status = call.answer.status or self.status
+        if call.used is not None and any(call.used):
+            self.usage = {"prompt_tokens": call.used[0], "completion_tokens": call.used[1]}
 
     @property
     def is_unanswered(self) -> bool:
@@ -114,7 +106,7 @@ class Exchange:
             "outcome": self.outcome,
             "prompt_tokens": usage.get("prompt_tokens"),
             "completion_tokens": usage.get("completion_tokens"),
-            "pieces": self.pieces or None,
+            "pieces": self.pieces if self.is_stream and self.pieces else None,
             "route_version": self.target.route_version,
             "gateway": gateway,
             "purpose": self.purpose,
@@ -139,14 +131,3 @@ def hash_unit(router: Router, key: Key, target: Target, unit: str) -> str:
     if target.plain_units:
         return hashlib.sha256(f"{target.policy}\0{unit}".encode()).hexdigest()[:24]
     return router.keyed_hash("unit", key.owner, target.policy or "", unit)
-
-
-def answer_of(body: bytes) -> dict[str, Any]:
-    """Return a response body with a `usage` object, or an empty mapping for any other."""
-    if body.rfind(b'"usage":{') < 0:
-        return {}
-    try:
-        found = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -4,13 +4,11 @@ A stream's usage is asked for on the gateway's account, and the piece that carri
 client did not ask. vLLM's errors are put into the form of the API that was called.
 """
 
-import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import orjson
-
+from engine.serving.gateway.answers import AnswerReader, Used, events_of, wants_json
 from engine.serving.gateway.api_errors import translate
 from engine.serving.gateway.asgi import App, Header, Message, Receive, Send, nothing, with_body
 
@@ -19,10 +17,7 @@ FORWARDED = frozenset({b"accept", b"content-type", b"host", b"traceparent", b"tr
 # Endpoints whose streams carry usage when `stream_options` ask; the others' always do.
 ASKED_FOR_USAGE = frozenset({"/v1/completions", "/v1/chat/completions"})
 HAS_USAGE = b'"usage":{'
-USAGE = re.compile(rb'"usage":(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 ERROR = 400
-# (prompt, completion) tokens.
-Used = tuple[int, int]
 Counted = Callable[[str], Used | None]
 
 
@@ -33,7 +28,7 @@ def uncounted(_request_id: str) -> None:
 
 @dataclass
 class ForwardedCall:
-    """A request to forward and the tokens that it used; `used` is None until they are known.
+    """A request to forward and what its answer told; `used` is None while its tokens are not known.
 
     `id` is the request's id without prefix; `counted` asks the engine what a request has used so far.
     """
@@ -41,14 +36,19 @@ class ForwardedCall:
     id: str
     path: str
     priority: int
-    is_stream: bool
+    answer: AnswerReader
     wants_usage: bool
     counted: Counted = uncounted
     used: Used | None = (0, 0)
 
     @staticmethod
     def of(
-        request_id: str, path: str, body: dict[str, Any], priority: int, counted: Counted = uncounted
+        request_id: str,
+        path: str,
+        body: dict[str, Any],
+        priority: int = 0,
+        counted: Counted = uncounted,
+        choices: int = 1,
     ) -> "ForwardedCall":
         """Return the call of a request, and have a stream's `body` ask for usage."""
         is_stream = body.get("stream") is True
@@ -56,23 +56,23 @@ class ForwardedCall:
         if is_stream and path in ASKED_FOR_USAGE:
             body["stream_options"] = {**options, "include_usage": True}
         wants = path not in ASKED_FOR_USAGE or bool(options.get("include_usage"))
-        return ForwardedCall(request_id, path, priority, is_stream, wants, counted)
+        answer = AnswerReader(path, is_stream, wants_json(body), choices)
+        return ForwardedCall(request_id, path, priority, answer, wants, counted)
+
+    def again(self) -> "ForwardedCall":
+        """Return the call as it was before any answer."""
+        return replace(self, answer=self.answer.again(), used=(0, 0))
 
     def left(self) -> None:
         """Take what the request has used until now: its client has left, and the engine will stop it."""
-        if self.used is None:
+        if self.answer.used is None:
             self.used = self.counted(self.id)
 
-    def read_usage(self, piece: bytes) -> None:
-        """Take the usage that a piece of the answer, or the whole of it, tells."""
-        for match in USAGE.finditer(piece):
-            told = orjson.loads(match.group(1))
-            before = self.used or (0, 0)
-            prompt = told.get("prompt_tokens", told.get("input_tokens"))
-            completion = told.get("completion_tokens", told.get("output_tokens"))
-            self.used = (
-                before[0] if prompt is None else prompt, before[1] if completion is None else completion
-            )  # fmt: skip
+    def read(self, piece: bytes, is_last: bool) -> None:
+        """Read a piece of the answer."""
+        self.answer.read(piece, is_last)
+        if self.answer.used is not None:
+            self.used = self.answer.used
 
 
 async def forward(
@@ -87,7 +87,7 @@ async def forward(
     replay = with_body(body, scope, receive, *ours, left=call.left)
     held: list[Message] = []
     fault = bytearray()
-    call.used = None
+    call.used, answer = None, call.answer
 
     # A plain function: a coroutine for each piece of a stream costs as much as the rest of it.
     def watched(message: Message) -> Awaitable[None]:
@@ -100,8 +100,17 @@ async def forward(
             if message.get("more_body"):
                 return nothing()
             return _send_fault(call, held.pop(), bytes(fault), send)
-        elif HAS_USAGE in message.get("body", b"") and _measure(call, message):
-            return nothing()
+        else:
+            piece = message.get("body", b"")
+            # Most pieces of a stream: what is done for each of them costs.
+            if answer.plain is not None and answer.plain in piece:
+                return send(message)
+            has_more = bool(message.get("more_body"))
+            call.read(piece, not has_more)
+            if answer.is_stream and not call.wants_usage:
+                message["body"] = without_usage(piece)
+                if piece and not message["body"] and has_more:
+                    return nothing()
         return send(message)
 
     await app(scope, replay, watched)
@@ -117,20 +126,10 @@ async def _send_fault(call: ForwardedCall, start: Message, fault: bytes, send: S
     await send({"type": "http.response.body", "body": told})
 
 
-def _measure(call: ForwardedCall, message: Message) -> bool:
-    """Read the usage of a piece of an answer, and take away what the client did not ask for.
-
-    Return whether nothing is left of it.
-    """
-    piece = message["body"]
-    call.read_usage(piece)
-    if not call.is_stream or call.wants_usage:
-        return False
-    kept = [event for event in piece.splitlines(keepends=True) if not _is_extra(event)]
-    message["body"] = b"".join(kept).lstrip(b"\n")
-    return not message["body"] and bool(message.get("more_body"))
+def without_usage(piece: bytes) -> bytes:
+    """Return a piece of a stream without the event that only carries usage: it has no choices."""
+    return b"\n\n".join(event for event in piece.split(b"\n\n") if not _is_extra(event))
 
 
 def _is_extra(event: bytes) -> bool:
-    """Return whether an event is the one that only carries usage: it has no choices."""
-    return HAS_USAGE in event and b'"choices":[]' in event
+    return HAS_USAGE in event and any(told.get("choices") == [] for told in events_of(event))

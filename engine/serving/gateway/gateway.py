@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,8 +41,7 @@ from engine.serving.gateway.asgi import (
 from engine.serving.gateway.exchange import Exchange, hash_unit
 from engine.serving.gateway.forwarding import Counted, ForwardedCall, forward, uncounted
 from engine.serving.gateway.meter import Bill, Meter
-from engine.serving.gateway.outcomes import wants_json
-from engine.serving.gateway.request_fields import check_fields, size_of
+from engine.serving.gateway.request_fields import check_fields, drop_fields, end_user_of, size_of
 from engine.serving.gateway.route_table import Endpoint, Kind, find_route
 from engine.serving.gateway.routing import Router
 from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE
@@ -157,9 +156,11 @@ class Gateway:
         endpoint = asked.endpoint
         raw = b"" if asked.scope["method"] == "GET" else await read_body(asked.receive, endpoint.most_body)
         if endpoint.fields is None:
-            return await self._pass(asked, ForwardedCall.of(asked.id, endpoint.path, {}, 0), raw)
+            return await self._pass(asked, ForwardedCall.of(asked.id, endpoint.path, {}), raw)
         body = parse(raw)
         check_fields(body, endpoint.fields)
+        unit = end_user_of(body) or asked.headers.get("x-session-id")
+        drop_fields(body)
         if endpoint.kind is Kind.TOKENIZE:
             return await self._tokenize(asked, body)
         size = size_of(body, endpoint.tokens)
@@ -168,7 +169,7 @@ class Gateway:
             said = f"The request asks for {size.samples} completions, n for each prompt; the most is {most}."
             raise Refused(400, said, "invalid_value", "n")
         reserved = asked.state.meter.bound(len(raw), size.prompts, size.samples, size.most_tokens)
-        await self._generate(asked, body, reserved)
+        await self._generate(asked, body, unit, reserved, size.samples)
 
     async def _pass(self, asked: Inbound, call: ForwardedCall, body: bytes) -> None:
         """Have vLLM's app answer the request with this body."""
@@ -180,13 +181,14 @@ class Gateway:
         if "model" in body:
             await router.admit(body["model"], "", key=asked.key)
             body["model"] = router.base_name
-        await self._pass(asked, ForwardedCall.of(asked.id, asked.endpoint.path, body, 0), orjson.dumps(body))
+        await self._pass(asked, ForwardedCall.of(asked.id, asked.endpoint.path, body), orjson.dumps(body))
 
-    async def _generate(self, asked: Inbound, body: dict[str, Any], reserved: int) -> None:
+    async def _generate(
+        self, asked: Inbound, body: dict[str, Any], unit: str | None, reserved: int, choices: int
+    ) -> None:
         started = time.perf_counter()
         state, key = asked.state, asked.key
         purpose = purpose_of(asked.endpoint.path, asked.headers, key)
-        unit = body.get("user") or asked.headers.get("x-session-id")
         model = body.get("model")
         if not model:
             raise Refused(400, "The request names no model.", "invalid_value", "model")
@@ -201,15 +203,17 @@ class Gateway:
             purpose=purpose,
             admitted_at=admitted_at,
             started=started,
+            is_stream=body.get("stream") is True,
         )
         bill = await state.meter.open(key, asked.tenant, metered(exchange, reserved))
-        call = ForwardedCall.of(asked.id, asked.endpoint.path, body, bill.priority, state.counted)
+        call = ForwardedCall.of(asked.id, asked.endpoint.path, body, bill.priority, state.counted, choices)
         try:
             if not await self._answer(asked, exchange, admit, call, bill, body):
+                exchange.take_told(call)
                 exchange.as_attempt().record(state.spool, state.name)
                 exchange = exchange.again(state.router.instead_of(exchange.target))
                 # A failed attempt is not billed.
-                call = replace(call, used=(0, 0))
+                call = call.again()
                 await self._answer(asked, exchange, admit, call, bill, body)
         except GraftworkError as error:
             exchange.status = error.status
@@ -218,7 +222,7 @@ class Gateway:
             exchange.status = SERVER_ERROR
             raise
         finally:
-            exchange.take_usage(call.used)
+            exchange.take_told(call)
             exchange.record(state.spool, state.name)
             state.meter.settle(bill, exchange.status, exchange.target.digest, call.used)
 
@@ -284,10 +288,9 @@ class Gateway:
         A canary's response is kept back until its first byte. False when it failed before that: nothing was
         sent.
         """
-        is_json = wants_json(body)
         revision = (exchange.target.name or "base").encode()
         is_canary, kept = exchange.target.arm == CANARY, list[Message]()
-        is_stream, has_failed, send = bool(body.get("stream")), False, asked.send
+        has_failed, send = False, asked.send
 
         async def watch() -> Message:
             message = await asked.receive()
@@ -303,14 +306,13 @@ class Gateway:
                 if is_canary:
                     kept.append(message)
                     return nothing()
-            elif exchange.is_unanswered:
+            elif exchange.has_left and exchange.ttft_s is None:
                 # vLLM ends the answer to a client that has left with 200 and nothing in it.
                 return nothing()
-            elif is_stream or exchange.ttft_s is not None or message.get("more_body"):
-                exchange.take_piece(message.get("body", b""))
             else:
-                exchange.take_whole(message.get("body", b""), is_json)
+                exchange.take(message.get("body", b""))
             if kept:
+                exchange.status = call.answer.status or exchange.status
                 has_failed = is_fault(exchange.status)
                 if not has_failed:
                     return both(send, kept.pop(), message)

@@ -21,9 +21,9 @@ from engine.catalog.catalog import Key, Tenant
 from engine.errors import LimitReached, ServiceError
 from engine.metering.usage_log import Ended, Shortage, UsageLog
 from engine.metering.usage_rows import DAY, MONTH, Budget, Metered
+from engine.serving.gateway.answers import Used
 from engine.serving.gateway.asgi import CLIENT_LEFT, Header
 from engine.serving.gateway.fair_share import FairShare
-from engine.serving.gateway.forwarding import Used
 
 # The share of the queue of cold loads that a tenant with policies of its own may take.
 LOAD_SHARE = 0.5
@@ -268,9 +268,12 @@ class Meter:
         """Record what a request used, and which revision answered it (None: the base).
 
         `used` is (prompt, completion) tokens; None: not known, so that its reservation counts. While others
-        are under way it is written with the next one, within `SETTLED_S`.
+        are under way it is written with the next one, within `SETTLED_S`. At most the reservation is billed.
         """
         asked = bill.asked
+        if used is not None and sum(used) > asked.reserved:
+            prompt = min(used[0], asked.reserved)
+            used = prompt, asked.reserved - prompt
         if asked.revision != (digest or ""):
             asked = asked._replace(revision=digest or "")
         self._fair.leave(bill.tag)

@@ -223,10 +223,21 @@ SAMPLES: Fields = {
         "topk_prompt_logprobs",
     ),
 }  # fmt: skip
-# Fields of OpenAI's and Anthropic's clients that change nothing here; they go no further.
-DROPPED = frozenset(
-    {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "verbosity"}
-)
+
+
+def names_user(metadata: Any) -> str | None:
+    """Check the `user_id` of Anthropic's `metadata`; the rest of it goes no further."""
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
+    fault = None if user is None else words(512)(user)
+    return fault and f"has a 'user_id' that {fault}"
+
+
+# Fields of OpenAI's and Anthropic's clients that go no further: two name the end user.
+DROPPED: Fields = {
+    "metadata": names_user,
+    "safety_identifier": words(512),
+    **named(anything, "prompt_cache_key", "service_tier", "store", "verbosity"),
+}
 
 # What vLLM's router adds to every request, with the values that change nothing; they go no further either.
 ROUTERS_OWN = {
@@ -248,7 +259,7 @@ class Size:
 
 
 def check_fields(body: dict[str, Any], fields: Fields) -> None:
-    """Refuse unknown fields and values out of bounds; remove fields without a value, and dropped ones.
+    """Refuse unknown fields and values out of bounds; remove fields without a value.
 
     Raises `Refused` (400) that names the field.
     """
@@ -257,18 +268,27 @@ def check_fields(body: dict[str, Any], fields: Fields) -> None:
     for name in [name for name, value in ROUTERS_OWN.items() if body.get(name) is value]:
         del body[name]
     for name, value in body.items():
-        check = fields.get(name)
+        check = fields.get(name) or DROPPED.get(name)
         if check is None:
-            if name in DROPPED:
-                continue
             raise Refused(
                 400, f"The field {name[:100]!r} is not served here.", "unsupported_parameter", name[:100]
             )
         fault = check(value)
         if fault:
             raise Refused(400, f"{name!r} {fault}.", "invalid_value", name)
-    for name in DROPPED & body.keys():
+
+
+def drop_fields(body: dict[str, Any]) -> None:
+    """Remove what vLLM does not get."""
+    for name in DROPPED.keys() & body.keys():
         del body[name]
+
+
+def end_user_of(body: Mapping[str, Any]) -> str | None:
+    """Return whom a checked request is for, in the field that its API has for that; None: it does not say."""
+    metadata = body.get("metadata")
+    by_metadata = metadata.get("user_id") if isinstance(metadata, dict) else None
+    return body.get("user") or body.get("safety_identifier") or by_metadata
 
 
 def size_of(body: Mapping[str, Any], tokens_default: int | None) -> Size:

@@ -13,6 +13,7 @@ from engine.catalog.catalog import Catalog
 from engine.errors import DamagedBytes
 from engine.serving.gateway.asgi import unless_left
 from engine.serving.gateway.gateway import Gateway
+from tests.helpers.api_answers import APIS, CHAT, COMPLETIONS, MESSAGES, body_of
 from tests.helpers.gateway_world import CANARY, CHAMPION, make_world, unit_of, warm
 
 
@@ -52,6 +53,33 @@ async def test_the_session_header_is_a_unit_and_nobody_is_none(world):
     units = [fields["unit"] for _, fields in world.events.rows]
     assert units[0] == units[1] is not None
     assert units[2] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        *[(path, {"user": "u1"}) for path in APIS if path != MESSAGES],
+        *[(path, {"safety_identifier": "u1"}) for path in APIS],
+        (MESSAGES, {"metadata": {"user_id": "u1", "more": 7}}),
+        # `user` first.
+        (CHAT, {"user": "u1", "safety_identifier": "u2"}),
+    ],
+)
+async def test_the_end_user_is_named_in_the_words_of_each_api(world, path, named):
+    async with world.client("user") as client:
+        await client.post(COMPLETIONS, json=body_of(COMPLETIONS, "sums", user="u1"))
+        await client.post(path, json=body_of(path, "sums") | named)
+    first, second = (fields for _, fields in world.events.rows)
+    assert first["unit"] == second["unit"] is not None
+    assert first["digest"] == second["digest"]
+    assert world.server.seen[-1][1].keys().isdisjoint({"metadata", "safety_identifier"})
+
+
+@pytest.mark.parametrize("named", [{"safety_identifier": 7}, {"metadata": {"user_id": "u" * 600}}])
+async def test_a_name_of_the_end_user_is_a_short_text(world, named):
+    async with world.client("user") as client:
+        answer = await client.post(MESSAGES, json=body_of(MESSAGES, "sums") | named)
+    assert (answer.status_code, "512" in answer.text) == (400, True)
 
 
 async def test_the_segment_is_observed(world):

@@ -17,6 +17,7 @@ from engine.metering.usage_rows import Metered
 from engine.serving.gateway import meter as metering
 from engine.serving.gateway.fair_share import FairShare
 from engine.serving.gateway.meter import SETTLED_S, TokenBucket
+from tests.helpers.api_answers import APIS, COMPLETIONS, RESPONSES, body_of
 from tests.helpers.gateways import CHAMPION, World, open_world
 from tests.helpers.live import free_port
 
@@ -78,7 +79,8 @@ async def test_the_piece_with_usage_is_for_those_who_ask(world: World):
             events = [line.removeprefix("data: ") for line in text.splitlines() if line]
             assert events[-1] == "[DONE]"
             assert ("usage" in json.loads(events[-2])) == extra
-            assert len(events) == 9 + extra
+            # Eight words and their end.
+            assert len(events) == 10 + extra
     assert_exact(world)
 
 
@@ -101,25 +103,55 @@ class Served:
         await self.task
 
 
-async def test_a_client_that_leaves_pays_for_what_was_computed(world: World):
+# What a client writes into its tools is no bill, though vLLM repeats it in the first event of a response.
+BILLS = ({"input_tokens": -(10**9), "output_tokens": 0}, {"input_tokens": "many", "output_tokens": 1})
+
+
+@pytest.mark.parametrize("path", APIS)
+async def test_a_client_that_leaves_pays_for_what_was_computed(world: World, path: str):
     world.server.step_s = 0.005
-    headers = {"authorization": f"Bearer {world.key()}"}
-    body = TURN | {"max_tokens": 200}
-    async with Served(world) as url, httpx.AsyncClient(base_url=url, headers=headers) as client:
-        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
-            async for _ in response.aiter_lines():
-                break
-        with pytest.raises(httpx.ReadTimeout):
-            await client.post("/v1/completions", json=body, timeout=httpx.Timeout(60, read=0.3))
+    headers = {"authorization": f"Bearer {world.key(limits={'concurrency': 1})}"}
+    length = {"max_output_tokens": 200} if path == RESPONSES else {"max_tokens": 200}
+
+    async def settled(count: int) -> None:
         async with asyncio.timeout(60):
-            while len(world.server.finished) < 2 or any(row[0] == "admitted" for row in rows(world).values()):
+            while len(world.server.finished) < count or world.state.meter.under_way:
                 await asyncio.sleep(0.01)
-    assert len(rows(world)) == 2
+
+    async with Served(world) as url, httpx.AsyncClient(base_url=url, headers=headers) as client:
+        for number, (words, bill) in enumerate(zip((1, 30), BILLS, strict=True)):
+            tools = [{"type": "function", "name": "f", "parameters": {"usage": bill}}]
+            body = body_of(path, "acme-sums", stream=True, **length)
+            body |= {} if path == COMPLETIONS else {"tools": tools}
+            async with client.stream("POST", path, json=body) as response:
+                assert response.status_code == 200
+                said = 0
+                async for line in response.aiter_lines():
+                    said += '"x"' in line
+                    if said == words:
+                        break
+            await settled(number + 1)
+        body = body_of(path, "acme-sums", **length)
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post(path, json=body, timeout=httpx.Timeout(60, read=0.3))
+        await settled(3)
+    world.state.meter.flush()
+    assert len(rows(world)) == 3
     for name, (state, prompt, completion, reserved) in rows(world).items():
         assert (state, prompt) == ("settled", world.server.finished[name][0])
         # The engine notices within a step.
         assert completion <= world.server.finished[name][1] <= completion + 2
         assert 0 < completion < 200 < reserved
+
+
+async def test_no_more_than_the_reservation_and_nothing_negative_is_billed(world: World):
+    key = world.state.router.key(world.key())
+    asked = Metered("a", "acme", "k", "p", "", "user", time.time(), 100)
+    bill = await world.state.meter.open(key, Tenant("acme"), asked)
+    world.state.meter.settle(bill, 200, None, (70, 10**9))
+    assert rows(world)["a"] == ("settled", 70, 30, 100)
+    with pytest.raises(sqlite3.IntegrityError):
+        world.usage.settle(world.usage.admit(asked), asked, 200, (-1, 1))
 
 
 async def test_an_engine_that_cannot_say_counts_as_reserved(world: World):
