@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import AsyncExitStack, closing, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -17,7 +18,7 @@ from lm_eval.__main__ import cli_evaluate
 from engine.catalog.catalog import Policy
 from engine.serving.gateway.route_table import ROUTES
 from tests.helpers.access_matrix import ROLE_SETS, Names, gateway_faults
-from tests.helpers.live import RunningEngine
+from tests.helpers.live import RunningEngine, eventually
 
 TURNS = [{"role": "user", "content": "What is 3 + 4?"}]
 BODIES = {
@@ -84,6 +85,41 @@ def test_a_policy_is_served_by_every_api_and_counted(
         assert 0 < completion <= 6
         has_usage = '"usage":{' in streamed.text
         assert has_usage == (path not in ("/v1/completions", "/v1/chat/completions"))
+
+
+def observed(engine: RunningEngine, request_id: str) -> dict[str, Any]:
+    """Return the observation of a request, which no controller takes from this engine's spool."""
+    found: list[dict[str, Any]] = []
+
+    def is_there() -> bool:
+        lines = [line for file in (engine.state / "spool").glob("*.jsonl") for line in file.open()]
+        found.extend(row for line in lines if request_id in line for row in [json.loads(line)])
+        return bool(found)
+
+    assert eventually(is_there)
+    return found[0]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_every_api_tells_its_end_and_who_leaves_pays(
+    engine: RunningEngine, policy: str, tenant: str, path: str
+):
+    length = {name: 1 for name in BODIES[path] if "tokens" in name}
+    bill = {"usage": {"input_tokens": -(10**9), "output_tokens": 0}}
+    with httpx.Client(base_url=engine.url, headers={"authorization": f"Bearer {tenant}"}) as client:
+        body = {"model": policy, **BODIES[path], **length}
+        for is_stream in (False, True):
+            said = client.post(path, json=body | {"stream": is_stream})
+            row = observed(engine, said.headers["x-request-id"])
+            assert (row["status"], row["outcome"], row["completion_tokens"]) == (200, "truncated", 1), path
+        body |= {"stream": True, **dict.fromkeys(length, 200)}
+        if path == "/v1/responses":
+            body["tools"] = [{"type": "function", "name": "f", "parameters": bill}]
+        with client.stream("POST", path, json=body) as leaving:
+            assert leaving.status_code == 200
+            next(leaving.iter_lines())
+    state, prompt, completion = row_of(engine, leaving.headers["x-request-id"])
+    assert (state, prompt > 0, 0 <= completion < 200) == ("settled", True, True)
 
 
 def test_openais_client(engine: RunningEngine, policy: str, tenant: str):
