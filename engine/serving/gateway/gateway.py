@@ -34,7 +34,6 @@ from engine.serving.gateway.asgi import (
     Send,
     answer,
     nothing,
-    parse,
     read_body,
     unless_left,
 )
@@ -42,6 +41,7 @@ from engine.serving.gateway.exchange import Exchange, hash_unit
 from engine.serving.gateway.forwarding import Counted, ForwardedCall, forward, uncounted
 from engine.serving.gateway.meter import Bill, Meter
 from engine.serving.gateway.request_fields import check_fields, drop_fields, end_user_of, size_of
+from engine.serving.gateway.request_size import most_bytes, parse_within
 from engine.serving.gateway.route_table import Endpoint, Kind, find_route
 from engine.serving.gateway.routing import Router
 from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE
@@ -154,17 +154,21 @@ class Gateway:
 
     async def _dispatch(self, asked: Inbound) -> None:
         endpoint = asked.endpoint
-        raw = b"" if asked.scope["method"] == "GET" else await read_body(asked.receive, endpoint.most_body)
+        # Who scores and trains sends batches.
+        is_batch = asked.key.may("score", "train")
+        context = None if is_batch else asked.state.meter.context
+        most_body = min(endpoint.most_body, endpoint.most_body if context is None else most_bytes(context))
+        raw = b"" if asked.scope["method"] == "GET" else await read_body(asked.receive, most_body)
         if endpoint.fields is None:
             return await self._pass(asked, ForwardedCall.of(asked.id, endpoint.path, {}), raw)
-        body = parse(raw)
+        body = parse_within(raw, context)
         check_fields(body, endpoint.fields)
         unit = end_user_of(body) or asked.headers.get("x-session-id")
         drop_fields(body)
         if endpoint.kind is Kind.TOKENIZE:
             return await self._tokenize(asked, body)
         size = size_of(body, endpoint.tokens)
-        most = MOST_SAMPLES if asked.key.may("score", "train") else asked.state.settings.max_samples
+        most = MOST_SAMPLES if is_batch else asked.state.settings.max_samples
         if size.samples > most:
             said = f"The request asks for {size.samples} completions, n for each prompt; the most is {most}."
             raise Refused(400, said, "invalid_value", "n")

@@ -110,7 +110,7 @@ class Meter:
 
     def __init__(self, usage: UsageLog, max_model_len: int, load_places: int):
         self._usage = usage
-        self._max_model_len, self._load_places = max_model_len, load_places
+        self.context, self._load_places = max_model_len, load_places
         self._buckets: dict[tuple[str, str], TokenBucket] = {}
         # Requests under way, by key and tenant.
         self.under_way: Tally[str] = Tally()
@@ -127,7 +127,7 @@ class Meter:
 
     def bound(self, body_bytes: int, prompts: int, samples: int, most_tokens: int | None) -> int:
         """Return the most tokens that a request can take: its prompts and all of its completions."""
-        context = self._max_model_len
+        context = self.context
         prompt = min(body_bytes + TEMPLATE_TOKENS * prompts, context * prompts)
         return prompt + samples * min(context if most_tokens is None else most_tokens, context)
 

@@ -4,30 +4,18 @@ vLLM checks types and the values of sampling settings. Here is what decides how 
 which other tenants it may touch, and what of vLLM is open at all.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from engine.serving.gateway.asgi import Refused
+from engine.serving.gateway.message_text import plain_text, text_parts
 
 # Says what is wrong with a value, or None.
 Check = Callable[[Any], str | None]
 Fields = Mapping[str, Check]
 # Most tokens that a field may name: vLLM refuses what the base's context does not hold.
 MOST_TOKENS = 1 << 24
-# Kinds of parts of a message; others make vLLM fetch a URL or decode a file.
-TEXT_PARTS = frozenset(
-    {
-        "text",
-        "refusal",
-        "input_text",
-        "output_text",
-        "tool_use",
-        "tool_result",
-        "thinking",
-        "redacted_thinking",
-    }
-)
 
 
 def anything(_value: Any) -> None:
@@ -83,30 +71,6 @@ def strings(most: int) -> Check:
 def stateless(value: Any) -> str | None:
     """Refuse a stateful feature of the responses API, by a value that asks for it."""
     return "asks for stored state, which is not served; send the whole conversation" if value else None
-
-
-def plain_text(messages: Any) -> str | None:
-    """Check that messages have text, tool calls and tool results alone, at most 4,096 of them."""
-    if isinstance(messages, str):
-        return None
-    if not isinstance(messages, list) or len(messages) > 4096:
-        return "must be a list of at most 4096 messages"
-    for message in messages:
-        for part in _parts(message):
-            kind = part.get("type", "text")
-            if kind not in TEXT_PARTS:
-                return f"has a part of type {str(kind)[:40]!r}; only text is served"
-    return None
-
-
-def _parts(message: Any) -> Iterator[dict[str, Any]]:
-    """Yield the parts of a message, and of the tool results in it."""
-    for name in ("content", "output"):
-        inner = message.get(name) if isinstance(message, dict) else None
-        for part in inner if isinstance(inner, list) else ():
-            if isinstance(part, dict):
-                yield part
-                yield from _parts(part)
 
 
 def function_tools(tools: Any) -> str | None:
@@ -196,13 +160,13 @@ RESPONSES: Fields = {
 MESSAGES: Fields = {
     "model": SAMPLING["model"],
     "messages": plain_text,
+    "system": text_parts,
     "tools": function_tools,
     "max_tokens": SAMPLING["max_tokens"],
     "stop_sequences": strings(16),
     "chat_template_kwargs": short(16),
     **named(
-        anything, "output_config", "stream", "system", "temperature", "thinking", "tool_choice", "top_k",
-        "top_p",
+        anything, "output_config", "stream", "temperature", "thinking", "tool_choice", "top_k", "top_p",
     ),
 }  # fmt: skip
 COUNTED: Fields = {name: MESSAGES[name] for name in ("model", "messages", "tools", "system", "tool_choice")}

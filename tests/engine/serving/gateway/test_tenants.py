@@ -151,6 +151,8 @@ async def test_a_key_without_the_role_pin_sees_no_candidates(world: World):
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/"}}]}]},
             "messages",
         ),
+        ("/v1/messages", {"system": [{"source": {"type": "url"}}]}, "system"),
+        ("/v1/responses", {"input": [{"type": "item_reference", "id": "1"}]}, "input"),
         ("/v1/responses", {"previous_response_id": "resp_1"}, "previous_response_id"),
         ("/v1/responses", {"background": True}, "background"),
         ("/v1/responses", {"store": True}, "store"),
@@ -172,6 +174,30 @@ async def test_fields_out_of_bounds_are_refused_by_name(world: World, path: str,
     else:
         assert (told["param"], told["type"]) == (param, "invalid_request_error")
     assert world.server.seen == []
+
+
+def nested(depth: int) -> bytes:
+    return b'{"model":"acme-sums","messages":' + b'[{"content":' * depth + b"1" + b"}]" * depth + b"}"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (nested(40), 400, "deeper"),
+        (nested(500), 400, "deeper"),
+        (b'{"messages":[' + b"[]," * 70_000 + b"[]]}", 413, "brackets"),
+        (b'{"prompt":[' + b"7," * 70_000 + b"7]}", 413, "values"),
+        (b'{"prompt":"' + b"x" * (300 << 10) + b'"}', 413, "bytes"),
+    ],
+)
+async def test_what_would_stop_the_event_loop_is_refused_before_it_is_parsed(
+    world: World, body: bytes, status: int, says: str
+):
+    async with world.client(world.key()) as client:
+        began = time.perf_counter()
+        answer = await client.post("/v1/chat/completions", content=body)
+        assert time.perf_counter() - began < 1
+    assert (answer.status_code, says in answer.text) == (status, True)
 
 
 async def test_a_scorer_may_send_a_batch(world: World):

@@ -1,0 +1,73 @@
+"""Messages have text alone: what else a message may hold makes vLLM fetch a URL or decode a file.
+
+A part without `type` is what its keys say to vLLM, so a part may have the keys of its own kind and no others.
+"""
+
+from typing import Any
+
+MOST_MESSAGES = 4096
+# The kinds of parts, and their keys.
+PARTS = {
+    "text": {"text", "cache_control", "citations"},
+    "input_text": {"text"},
+    "output_text": {"text", "annotations", "logprobs"},
+    "reasoning_text": {"text"},
+    "refusal": {"refusal"},
+    "tool_use": {"id", "name", "input", "cache_control"},
+    "tool_result": {"tool_use_id", "content", "is_error", "cache_control"},
+    "thinking": {"thinking", "signature"},
+    "redacted_thinking": {"data"},
+}
+# What a list of messages may hold in the responses API; elsewhere a message has no type.
+ITEMS = (
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "reasoning",
+)
+
+
+def plain_text(messages: Any) -> str | None:
+    """Say why messages are not text, tool calls and tool results alone; None when they are."""
+    if isinstance(messages, str):
+        return None
+    if not isinstance(messages, list) or len(messages) > MOST_MESSAGES:
+        return f"must be a list of at most {MOST_MESSAGES} messages"
+    for message in messages:
+        if not isinstance(message, dict):
+            return "must be a list of messages, which are objects"
+        kind = message.get("type", "message")
+        if kind not in ITEMS:
+            return _of_kind(kind)
+        for name in ("content", "output"):
+            if fault := text_parts(message.get(name)):
+                return fault
+    return None
+
+
+def text_parts(content: Any, is_result: bool = False) -> str | None:
+    """Say why the content of a message, or of a tool's result in it, is not text; None when it is."""
+    if content is None or isinstance(content, str):
+        return None
+    if not isinstance(content, list):
+        return "has content that is neither a text nor a list of parts"
+    for part in content:
+        if isinstance(part, str):
+            continue
+        if not isinstance(part, dict):
+            return "has a part that is neither a text nor an object"
+        kind = part.get("type", "text")
+        keys = PARTS.get(kind) if isinstance(kind, str) else None
+        if keys is None or (is_result and kind == "tool_result"):
+            return _of_kind(kind)
+        if unknown := part.keys() - keys - {"type"}:
+            return f"has a part of type {kind!r} with {min(unknown)[:40]!r}; only text is served"
+        if kind == "tool_result" and (fault := text_parts(part.get("content"), is_result=True)):
+            return fault
+    return None
+
+
+def _of_kind(kind: Any) -> str:
+    return f"has a part of type {str(kind)[:40]!r}; only text is served"

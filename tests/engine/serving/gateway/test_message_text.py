@@ -1,0 +1,56 @@
+"""Messages have text alone, whatever a part calls itself."""
+
+from typing import Any
+
+import pytest
+
+from engine.serving.gateway.message_text import plain_text
+
+IMAGE = {"url": "http://x/"}
+
+
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        "x",
+        user("x"),
+        user(None),
+        user(["x", {"text": "x"}, {"type": "text", "text": "x", "cache_control": {}}]),
+        [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}],
+        user([{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "3"}, "4"]}]),
+        [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x", "signature": "y"}]}],
+        [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]}],
+        [{"type": "function_call_output", "call_id": "1", "output": "3"}],
+        [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}]}],
+    ],
+)
+def test_text_and_tools_pass(messages: Any) -> None:
+    assert plain_text(messages) is None
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        (user([{"type": "image_url", "image_url": IMAGE}]), "image_url"),
+        # vLLM tells the kind of a part without a type by its keys.
+        (user([{"image_url": IMAGE}]), "image_url"),
+        (user([{"type": "text", "text": "x", "audio_url": IMAGE}]), "audio_url"),
+        (user([{"text": "x", "uuid": "1"}]), "uuid"),
+        (user([{"type": ["text"]}]), "text"),
+        (user([{"type": "tool_result", "content": [{"source": {"type": "url"}}]}]), "source"),
+        (user([{"type": "tool_result", "content": [{"type": "tool_result", "content": []}]}]), "tool_result"),
+        (user({"image_url": IMAGE}), "neither"),
+        (user([["x"]]), "neither"),
+        (["x"], "objects"),
+        ({"role": "user"}, "list"),
+        ([{"type": "computer_call_output", "output": {"image_url": "http://x/"}}], "computer_call_output"),
+        ([{"type": "function_call_output", "output": [{"image_url": IMAGE}]}], "image_url"),
+        ([{"role": "user"}] * 4097, "4096"),
+    ],
+)
+def test_anything_else_is_refused_by_name(messages: Any, says: str) -> None:
+    assert says in (plain_text(messages) or "")
