@@ -86,7 +86,8 @@ def expected(route: Endpoint, method: str, who: str | None, is_own: bool) -> int
         return 403
     if not is_own and (route.path in ASKING or route.is_prefix):
         return 404
-    return 202 if route.path in ("/v1/prewarm", "/v1/feedback") else 200
+    # No such answer was given to anybody.
+    return {"/v1/prewarm": 202, "/v1/feedback": 404}.get(route.path, 200)
 
 
 async def gateway_faults(

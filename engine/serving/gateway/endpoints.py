@@ -19,17 +19,21 @@ from starlette.datastructures import State
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.request import LoRARequest
 
+from engine.base.prompts import prompt_ids
 from engine.catalog.catalog import Key, open_catalog
-from engine.errors import GraftworkError, ServiceError
+from engine.errors import ConfigError, GraftworkError, ServiceError
 from engine.ledger.sender import open_spool
 from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.usage_log import UsageLog
 from engine.serving.gateway.api_errors import send_error
+from engine.serving.gateway.asgi import Refused
 from engine.serving.gateway.gateway import ASKED, GatewayState
 from engine.serving.gateway.leaving import end_requests_first
 from engine.serving.gateway.membership import Membership
 from engine.serving.gateway.meter import Meter
 from engine.serving.gateway.prewarming import Prewarmer, names_under_release
+from engine.serving.gateway.request_ids import is_given_to
+from engine.serving.gateway.reservation import TEMPLATE_TOKENS
 from engine.serving.gateway.rollouts import gate_of_platform, rollouts
 from engine.serving.gateway.routing import Router
 from engine.serving.gateway.row_cache import rows_to_cache
@@ -43,6 +47,8 @@ from engine.store.open import open_store
 
 # Most policies that `/v1/models` lists: a catalog may have a million.
 MODELS = 1000
+# What a chat template may add for a conversation of another form.
+TEMPLATE_RESERVE = 16
 
 
 class Feedback(BaseModel):
@@ -125,7 +131,8 @@ class GraftworkEndpoints:
         shared = None if catalog.is_file else SharedBudgets(params.paths.catalog_url)
         max_model_len = engine_client.vllm_config.model_config.max_model_len
         name = f"{socket.gethostname()}:{params.engine.port}"
-        meter = Meter(UsageLog(params.paths.usage, shared), max_model_len, params.engine.load_queue)
+        usage, places = UsageLog(params.paths.usage, shared), params.engine.load_queue
+        meter = Meter(usage, max_model_len, places, template_tokens(engine_client.get_tokenizer()))
         state.graftwork = GatewayState(
             router,
             tier,
@@ -151,6 +158,14 @@ async def _serve_until_stopped(prewarmer: Prewarmer, membership: Membership) -> 
         await prewarmer.run()
     finally:
         membership.leave()
+
+
+def template_tokens(tokenizer: Any) -> int:
+    """Return how many tokens the base's chat template adds to one message, with a reserve."""
+    try:
+        return len(prompt_ids(tokenizer, "x")) + TEMPLATE_RESERVE
+    except ConfigError:
+        return TEMPLATE_TOKENS
 
 
 def answer_as_asked(models: OpenAIServingModels) -> None:
@@ -267,13 +282,22 @@ def _card(name: str) -> dict[str, Any]:
 
 
 async def feedback(body: Feedback, request: Request) -> Any:
-    """Record a reward for an earlier response of the same key; 503 when it cannot be stored."""
+    """Record the first reward for an earlier response of the same key.
+
+    404 for what is no such response, 503 when the reward cannot be stored.
+    """
     state: GatewayState = request.app.state.graftwork
-    key = request.state.graftwork_key
+    key: Key = request.state.graftwork_key
+    if not is_given_to(key, body.request_id, state.router.hash_once):
+        said = f"No response {body.request_id!r} was given to this key."
+        return _Refusal(Refused(404, said, "unknown_request", "request_id"))
+    if body.request_id in state.rated:
+        return {"status": "accepted"}
     try:
         state.spool.emit("feedback", request_id=body.request_id, reward=body.reward, key=key.hash)
     except OSError as error:
         return _Refusal(ServiceError(f"The reward could not be stored: {error}. Send it again later."))
+    state.rated.add(body.request_id)
     return {"status": "accepted"}
 
 

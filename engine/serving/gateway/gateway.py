@@ -5,13 +5,11 @@ the key's policies, reserves its tokens, waits until the adapter is in the host 
 forwards the request, settles what it used and spools one observation.
 """
 
-import os
-import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,7 +25,6 @@ from engine.serving.gateway.api_errors import send_error, send_no_key
 from engine.serving.gateway.arms import CANARY, FALLBACK, Target
 from engine.serving.gateway.asgi import (
     App,
-    Header,
     Message,
     Receive,
     Refused,
@@ -41,6 +38,7 @@ from engine.serving.gateway.exchange import Exchange, hash_unit
 from engine.serving.gateway.forwarding import Counted, ForwardedCall, forward, uncounted
 from engine.serving.gateway.meter import Bill, Meter
 from engine.serving.gateway.request_fields import check_fields, drop_fields, end_user_of, size_of
+from engine.serving.gateway.request_ids import RecentIds, id_for, new_seed
 from engine.serving.gateway.request_size import most_bytes, parse_within
 from engine.serving.gateway.route_table import Endpoint, Kind, find_route
 from engine.serving.gateway.routing import Router
@@ -56,7 +54,6 @@ Admit = Callable[[], Awaitable[tuple[Target, float]]]
 READ = {b"authorization", b"x-api-key", b"x-graftwork-purpose", b"x-graftwork-segment", b"x-session-id"}
 POLICY_VIOLATION = 1008
 NOT_FOUND, SERVER_ERROR = 404, 500
-REQUEST_ID = re.compile(rb"[0-9a-f]{32}")
 # Most completions of one request by a key that scores or trains.
 MOST_SAMPLES = 1 << 14
 # The `model` of a request that the base answers, for its answer to carry.
@@ -67,7 +64,8 @@ ASKED: ContextVar[str | None] = ContextVar("asked", default=None)
 class GatewayState:
     """What the gateway needs of the server; set once the engine is up.
 
-    `counted` returns the tokens that the engine has spent on a request so far, by the request's id.
+    `counted` returns the tokens that the engine has spent on a request so far, by the request's id; `rated`
+    are responses whose reward is known.
     """
 
     router: Router
@@ -77,6 +75,7 @@ class GatewayState:
     meter: Meter
     settings: GatewayConfig
     counted: Counted = uncounted
+    rated: RecentIds = field(default_factory=RecentIds)
 
 
 @dataclass(slots=True)
@@ -108,16 +107,17 @@ class Gateway:
             # A WebSocket: refused before it is accepted, which its client sees as a 403.
             return await send({"type": "websocket.close", "code": POLICY_VIOLATION})
         state: GatewayState | None = getattr(scope["app"].state, "graftwork", None)
-        request_id = request_id_of(state, scope["headers"])
+        asked = scope.setdefault("state", {})
+        given = dict(scope["headers"]).get(b"x-request-id", b"") if sets_id(state) else None
+        asked["graftwork_request"] = new_seed(given)
 
         def tagged(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 message["headers"] = [
-                    *message.get("headers", ()), (b"x-request-id", request_id.encode()),
+                    *message.get("headers", ()), (b"x-request-id", asked["graftwork_request"].encode()),
                 ]  # fmt: skip
             return send(message)
 
-        scope.setdefault("state", {})["graftwork_request"] = request_id
         if state is not None and state.settings.cors_origins:
             # It answers preflights and adds its headers to refusals, too.
             if self._cors is None:
@@ -145,8 +145,9 @@ class Gateway:
                 return await send_no_key(send, path)
             endpoint = served(path, method)
             require(endpoint.path, endpoint.roles, key)
-            tenant, request_id = state.router.tenant(key.owner), scope["state"]["graftwork_request"]
-            scope["state"]["graftwork_key"] = key
+            tenant = state.router.tenant(key.owner)
+            request_id = id_for(key, scope["state"]["graftwork_request"], state.router.hash_once)
+            scope["state"] |= {"graftwork_key": key, "graftwork_request": request_id}
             asked = Inbound(state, request_id, key, tenant, endpoint, headers, scope, receive, send)
             await self._dispatch(asked)
         except GraftworkError as error:
@@ -160,20 +161,24 @@ class Gateway:
         most_body = min(endpoint.most_body, endpoint.most_body if context is None else most_bytes(context))
         raw = b"" if asked.scope["method"] == "GET" else await read_body(asked.receive, most_body)
         if endpoint.fields is None:
-            return await self._pass(asked, ForwardedCall.of(asked.id, endpoint.path, {}), raw)
+            with asked.state.meter.call(asked.key, asked.tenant):
+                return await self._pass(asked, ForwardedCall.of(asked.id, endpoint.path, {}), raw)
         body = parse_within(raw, context)
         check_fields(body, endpoint.fields)
         unit = end_user_of(body) or asked.headers.get("x-session-id")
         drop_fields(body)
         if endpoint.kind is Kind.TOKENIZE:
-            return await self._tokenize(asked, body)
+            with asked.state.meter.call(asked.key, asked.tenant, len(raw)):
+                return await self._tokenize(asked, body)
         size = size_of(body, endpoint.tokens)
         most = MOST_SAMPLES if is_batch else asked.state.settings.max_samples
         if size.samples > most:
             said = f"The request asks for {size.samples} completions, n for each prompt; the most is {most}."
             raise Refused(400, said, "invalid_value", "n")
-        reserved = asked.state.meter.bound(len(raw), size.prompts, size.samples, size.most_tokens)
-        await self._generate(asked, body, unit, reserved, size.samples)
+        reserved = asked.state.meter.reserve(asked.key, asked.tenant, body, len(raw), size)
+        if reserved.length is not None:
+            body[endpoint.length] = reserved.length
+        await self._generate(asked, body, unit, reserved.tokens, size.samples)
 
     async def _pass(self, asked: Inbound, call: ForwardedCall, body: bytes) -> None:
         """Have vLLM's app answer the request with this body."""
@@ -332,13 +337,9 @@ class Gateway:
         return not has_failed
 
 
-def request_id_of(state: GatewayState | None, headers: Sequence[Header]) -> str:
-    """Return the proxy's id of a request where it sets one (`gateway.proxy_sets_id`), else a new one."""
-    if state is not None and state.settings.proxy_sets_id:
-        given = dict(headers).get(b"x-request-id", b"")
-        if REQUEST_ID.fullmatch(given):
-            return given.decode()
-    return os.urandom(16).hex()
+def sets_id(state: GatewayState | None) -> bool:
+    """Return whether the proxy in front sets each request's id."""
+    return state is not None and state.settings.proxy_sets_id
 
 
 def hold_canary(state: GatewayState, target: Target) -> str | None:

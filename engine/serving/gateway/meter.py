@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 from prometheus_client import Counter
 
@@ -22,13 +23,20 @@ from engine.errors import LimitReached, ServiceError
 from engine.metering.usage_log import Ended, Shortage, UsageLog
 from engine.metering.usage_rows import DAY, MONTH, Budget, Metered
 from engine.serving.gateway.answers import Used
-from engine.serving.gateway.asgi import CLIENT_LEFT, Header
+from engine.serving.gateway.asgi import CLIENT_LEFT, Header, Refused
 from engine.serving.gateway.fair_share import FairShare
+from engine.serving.gateway.request_fields import Size
+from engine.serving.gateway.reservation import (
+    BYTES_A_TOKEN,
+    TEMPLATE_TOKENS,
+    TOOL_TOKENS,
+    Reservation,
+    ceiling_of,
+    reserve,
+)
 
 # The share of the queue of cold loads that a tenant with policies of its own may take.
 LOAD_SHARE = 0.5
-# The chat template adds tokens of its own to a prompt; a token has at least one byte of the body.
-TEMPLATE_TOKENS = 256
 # The usage of a request that has ended waits this long for others, to be written in one commit.
 SETTLED_S = 0.02
 # When a write that failed is tried again, if no request comes before.
@@ -108,8 +116,10 @@ class Bill:
 class Meter:
     """Limits and usage of one gateway. Not thread-safe."""
 
-    def __init__(self, usage: UsageLog, max_model_len: int, load_places: int):
-        self._usage = usage
+    def __init__(
+        self, usage: UsageLog, max_model_len: int, load_places: int, template_tokens: int = TEMPLATE_TOKENS
+    ):
+        self._usage, self._template_tokens = usage, template_tokens
         self.context, self._load_places = max_model_len, load_places
         self._buckets: dict[tuple[str, str], TokenBucket] = {}
         # Requests under way, by key and tenant.
@@ -125,11 +135,33 @@ class Meter:
         self._ended: list[Ended] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    def bound(self, body_bytes: int, prompts: int, samples: int, most_tokens: int | None) -> int:
-        """Return the most tokens that a request can take: its prompts and all of its completions."""
-        context = self.context
-        prompt = min(body_bytes + TEMPLATE_TOKENS * prompts, context * prompts)
-        return prompt + samples * min(context if most_tokens is None else most_tokens, context)
+    def reserve(
+        self, key: Key, tenant: Tenant, body: dict[str, Any], body_bytes: int, size: Size
+    ) -> Reservation:
+        """Return what a request reserves. Raises `Refused` (400) where its limits never admit it."""
+        template = self._template_tokens + ("tools" in body) * TOOL_TOKENS
+        is_plain = "prompt" in body or "prompts" in body
+        prompt = body_bytes + (size.prompts if is_plain else template)
+        return reserve(size, prompt, self.context, ceiling_of(key.limits, tenant.limits))
+
+    @contextmanager
+    def call(self, key: Key, tenant: Tenant, body_bytes: int = 0) -> Iterator[None]:
+        """Count a call that generates nothing; one that tokenizes text takes tokens of the minute for it.
+
+        Raises `LimitReached` as `open` does, and `Refused` (400) for a text that the limits never admit.
+        """
+        tokens = body_bytes // BYTES_A_TOKEN
+        minutes = [given.get("tokens_per_minute", math.inf) for given in (key.limits, tenant.limits)]
+        if tokens > min(minutes):
+            said = (
+                f"A limit of this key or its tenant admits {min(minutes) * BYTES_A_TOKEN:g} bytes a minute."
+            )
+            raise Refused(400, said, "limit_too_low")
+        subjects, buckets = self._enter(key, tenant, tokens)
+        try:
+            yield
+        finally:
+            self._leave(subjects, buckets, 0)
 
     async def open(self, key: Key, tenant: Tenant, asked: Metered) -> Bill:
         """Admit a request within all limits of its key and tenant, and reserve its tokens.
@@ -137,34 +169,14 @@ class Meter:
         Raises `LimitReached` with the time to retry, and `ServiceError` when usage cannot be written: no
         request is served that is not recorded.
         """
-        now = time.monotonic()
-        limits = {f"key:{key.id}": key.limits, f"tenant:{tenant.name}": tenant.limits}
-        buckets = [
-            (kind, self._bucket(subject, kind, given[f"{kind}_per_minute"], now))
-            for subject, given in limits.items()
-            for kind in ("requests", "tokens")
-            if f"{kind}_per_minute" in given
-        ]
-        for subject, given in limits.items():
-            most = given.get("concurrency")
-            if most is not None and self.under_way[subject] >= most:
-                raise self._over(tenant, "concurrency", f"{most:g} requests under way", subject, 1.0)
-        for kind, bucket in buckets:
-            wanted = 1 if kind == "requests" else asked.reserved
-            if bucket.left < wanted:
-                limit = f"{bucket.capacity:g} {kind} a minute"
-                raise self._over(tenant, f"{kind}_per_minute", limit, "", bucket.wait_s(wanted))
+        subjects, buckets = self._enter(key, tenant, asked.reserved)
+        limits = dict(zip(subjects, (key.limits, tenant.limits), strict=True))
         budgets = [
             Budget(subject, period, given[f"tokens_per_{period}"])
             for subject, given in limits.items()
             for period in (DAY, MONTH)
             if f"tokens_per_{period}" in given
         ]
-        for kind, bucket in buckets:
-            bucket.left -= 1 if kind == "requests" else asked.reserved
-        subjects = (f"key:{key.id}", f"tenant:{tenant.name}")
-        self.under_way.update(subjects)
-        self._open += 1
         try:
             number = await self._admit(asked, budgets)
         except BaseException as error:
@@ -177,6 +189,34 @@ class Meter:
             raise
         tag = self._fair.enter(tenant.name, asked.reserved, tenant.weight)
         return Bill(number, asked, buckets, subjects, tag)
+
+    def _enter(
+        self, key: Key, tenant: Tenant, tokens: int
+    ) -> tuple[tuple[str, str], list[tuple[str, TokenBucket]]]:
+        """Take a request's place and its share of the minute. Raises `LimitReached`, as `open` does."""
+        now = time.monotonic()
+        subjects = (f"key:{key.id}", f"tenant:{tenant.name}")
+        limits = dict(zip(subjects, (key.limits, tenant.limits), strict=True))
+        buckets = [
+            (kind, self._bucket(subject, kind, given[f"{kind}_per_minute"], now))
+            for subject, given in limits.items()
+            for kind in ("requests", "tokens")
+            if f"{kind}_per_minute" in given
+        ]
+        for subject, given in limits.items():
+            most = given.get("concurrency")
+            if most is not None and self.under_way[subject] >= most:
+                raise self._over(tenant, "concurrency", f"{most:g} requests under way", subject, 1.0)
+        for kind, bucket in buckets:
+            wanted = 1 if kind == "requests" else tokens
+            if bucket.left < wanted:
+                limit = f"{bucket.capacity:g} {kind} a minute"
+                raise self._over(tenant, f"{kind}_per_minute", limit, "", bucket.wait_s(wanted))
+        for kind, bucket in buckets:
+            bucket.left -= 1 if kind == "requests" else tokens
+        self.under_way.update(subjects)
+        self._open += 1
+        return subjects, buckets
 
     async def _admit(self, asked: Metered, budgets: Sequence[Budget]) -> int:
         """Record the request; draw from shared budgets what this machine lacks of them."""

@@ -30,7 +30,8 @@ class Endpoint:
     """One path (with `is_prefix`, all paths below it) and its rules.
 
     `roles`: a key needs one of them; empty: no key is needed. `fields` None: our own endpoint checks its
-    body. `id_prefix` begins the answer's `id`; `tokens` is vLLM's default number of tokens to generate.
+    body. `id_prefix` begins the answer's `id`; `tokens` is vLLM's default number of tokens to generate, and
+    `length` the field that says another.
     """
 
     path: str
@@ -41,6 +42,7 @@ class Endpoint:
     fields: Fields | None = None
     id_prefix: str = ""
     tokens: int | None = None
+    length: str = "max_tokens"
     is_prefix: bool = field(default=False)
 
 
@@ -73,9 +75,12 @@ ROUTES = (
     ),
     Endpoint(
         "/v1/chat/completions", POST, ("infer", "score", "train"), Kind.GENERATE, MAX_BODY,
-        request_fields.CHAT, "chatcmpl-",
+        request_fields.CHAT, "chatcmpl-", length="max_completion_tokens",
     ),
-    Endpoint("/v1/responses", POST, ("infer",), Kind.GENERATE, MAX_BODY, request_fields.RESPONSES, "resp_"),
+    Endpoint(
+        "/v1/responses", POST, ("infer",), Kind.GENERATE, MAX_BODY, request_fields.RESPONSES, "resp_",
+        length="max_output_tokens",
+    ),
     Endpoint("/v1/messages", POST, ("infer",), Kind.GENERATE, MAX_BODY, request_fields.MESSAGES, "chatcmpl-"),
     Endpoint(
         ROLLOUTS, POST, ("score", "train"), Kind.GENERATE, MAX_BODY, request_fields.ROLLOUTS, "rollouts-"

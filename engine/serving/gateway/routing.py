@@ -55,6 +55,8 @@ class Router:
         self._catalog = catalog
         # An HMAC of some words with the installation's secret (24 hex digits).
         self.keyed_hash = lru_cache(KEPT_HASHES)(catalog.keyed_hash)
+        # The same of words that do not come again.
+        self.hash_once = catalog.keyed_hash
         self.clock = clock
         # Of the whole catalog, and the number of the newest change that was read.
         self._version: int | None = None

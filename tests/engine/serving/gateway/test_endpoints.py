@@ -1,10 +1,13 @@
 """Graftwork's own endpoints, called as FastAPI does, with a fake spool."""
 
 import errno
+import hashlib
 import json
 from types import SimpleNamespace
 
+from engine.catalog.catalog import Key
 from engine.serving.gateway.endpoints import Feedback, feedback
+from engine.serving.gateway.request_ids import RecentIds, id_for
 
 
 class Spool:
@@ -18,13 +21,14 @@ class Spool:
 
 
 async def test_feedback_that_cannot_be_stored_is_a_503():
-    spool = Spool()
-    app = SimpleNamespace(state=SimpleNamespace(graftwork=SimpleNamespace(spool=spool)))
-    request = SimpleNamespace(app=app, state=SimpleNamespace(graftwork_key=SimpleNamespace(hash="k")))
-    given = Feedback(request_id="cmpl-1", reward=1.0)
-    assert await feedback(given, request) == {"status": "accepted"}
+    spool, key = Spool(), Key("k", "me", 0.0)
+    names = [f"cmpl-{id_for(key, str(digit) * 32, words)}" for digit in range(2)]
+    state = SimpleNamespace(spool=spool, router=SimpleNamespace(hash_once=words), rated=RecentIds())
+    app = SimpleNamespace(state=SimpleNamespace(graftwork=state))
+    request = SimpleNamespace(app=app, state=SimpleNamespace(graftwork_key=key))
+    assert await feedback(Feedback(request_id=names[0], reward=1.0), request) == {"status": "accepted"}
     spool.is_full = True
-    refusal, sent = await feedback(given, request), []
+    refusal, sent = await feedback(Feedback(request_id=names[1], reward=1.0), request), []
 
     async def send(message):
         sent.append(message)
@@ -32,4 +36,18 @@ async def test_feedback_that_cannot_be_stored_is_a_503():
     await refusal({"type": "http", "path": "/v1/feedback"}, None, send)
     assert sent[0]["status"] == 503
     assert "stored" in json.loads(sent[1]["body"])["error"]["message"]
-    assert spool.rows == [("feedback", {"request_id": "cmpl-1", "reward": 1.0, "key": "k"})]
+    assert spool.rows == [("feedback", {"request_id": names[0], "reward": 1.0, "key": "k"})]
+    # It is not known, so it may come again.
+    assert names[1] not in state.rated
+
+
+def words(*given: str) -> str:
+    return hashlib.sha256("\0".join(given).encode()).hexdigest()
+
+
+def test_the_oldest_ids_are_forgotten(monkeypatch):
+    monkeypatch.setattr("engine.serving.gateway.request_ids.MOST_IDS", 2)
+    recent = RecentIds()
+    for name in "abc":
+        recent.add(name)
+    assert ["a" in recent, "b" in recent, "c" in recent] == [False, True, True]

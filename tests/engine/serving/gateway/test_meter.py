@@ -16,8 +16,8 @@ from engine.errors import ConfigError
 from engine.metering.usage_rows import Metered
 from engine.serving.gateway import meter as metering
 from engine.serving.gateway.fair_share import FairShare
-from engine.serving.gateway.meter import SETTLED_S, TokenBucket
-from tests.helpers.api_answers import APIS, COMPLETIONS, RESPONSES, body_of
+from engine.serving.gateway.meter import SETTLED_S, Meter, TokenBucket
+from tests.helpers.api_answers import APIS, COMPLETIONS, MESSAGES, RESPONSES, body_of
 from tests.helpers.gateways import CHAMPION, World, open_world
 from tests.helpers.live import free_port
 
@@ -184,9 +184,83 @@ async def test_a_reservation_covers_prompt_and_every_completion(world: World):
         await client.post("/v1/chat/completions", json=CHAT)
         await client.post("/v1/completions", json=TURN | {"prompt": ["a", "b"], "max_tokens": 1000})
     one, chat, two = (row[3] for row in rows(world).values())
-    assert 3 * 40 + 12 < one <= 3 * 40 + 256
+    assert 3 * 40 + 12 < one < 3 * 40 + 100
     assert chat == 256 + 256
-    assert two == 512 + 2 * 256
+    # No template is before a plain prompt.
+    assert 2 * 256 < two < 2 * 256 + 100
+
+
+async def test_what_a_limit_never_admits_is_a_400_that_names_what_it_does(world: World):
+    """On a context of 256: no wait helps, so nobody is told to try again."""
+    async with world.client(limited(world, tokens_per_minute=420)) as client:
+        refused = await client.post("/v1/chat/completions", json=CHAT | {"max_tokens": 250})
+        assert refused.status_code == 400
+        said = refused.json()["error"]
+        assert (said["code"], said["param"]) == ("limit_too_low", "max_tokens")
+        most = int(said["message"].partition("at most ")[2].split()[0])
+        assert (
+            await client.post("/v1/chat/completions", json=CHAT | {"max_tokens": most})
+        ).status_code == 200
+        world.state.meter.flush()
+        assert max(row[3] for row in rows(world).values()) <= 420
+    async with world.client(limited(world, tokens_per_day=100)) as client:
+        too_long = await client.post("/v1/completions", json=TURN | {"prompt": "x" * 200})
+        assert (too_long.status_code, too_long.json()["error"]["code"]) == (400, "limit_too_low")
+
+
+@pytest.mark.parametrize("path", [path for path in APIS if path not in (COMPLETIONS, MESSAGES)])
+async def test_a_completion_of_no_length_has_the_one_that_the_limit_admits(world: World, path: str):
+    world.state.meter = Meter(world.usage, 256, 4, template_tokens=20)
+    body = {name: value for name, value in body_of(path, "acme-sums").items() if "tokens" not in name}
+    async with world.client(limited(world, tokens_per_minute=200)) as client:
+        assert (await client.post(path, json=body)).status_code == 200
+    _, sent, _ = world.server.seen[-1]
+    length = sent["max_output_tokens" if path == RESPONSES else "max_completion_tokens"]
+    assert 0 < length < 200
+    world.state.meter.flush()
+    assert [row[3] for row in rows(world).values()] == [200]
+
+
+async def test_every_call_counts(world: World):
+    calls = {
+        "/v1/models": None,
+        "/v1/models/acme-sums": None,
+        "/v1/feedback": {"request_id": "x", "reward": 1},
+        "/v1/prewarm": {"model": "acme-sums"},
+        "/tokenize": {"model": "acme-sums", "prompt": "x"},
+        "/detokenize": {"model": "acme-sums", "tokens": [1]},
+        "/v1/messages/count_tokens": {**CHAT},
+    }
+    for path, body in calls.items():
+        async with world.client(limited(world, requests_per_minute=1)) as client:
+            method = "GET" if body is None else "POST"
+            statuses = [(await client.request(method, path, json=body)).status_code for _ in range(2)]
+        assert (statuses[0] != 429, statuses[1]) == (True, 429), path
+    async with world.client(limited(world, concurrency=0)) as client:
+        assert (await client.get("/v1/models")).status_code == 429
+    assert not world.state.meter.under_way
+
+
+async def test_tokenizing_takes_tokens_of_the_minute(world: World):
+    async with world.client(limited(world, tokens_per_minute=100)) as client:
+        body = {"model": "acme-sums", "prompt": "x" * 200}
+        found = [(await client.post("/tokenize", json=body)).status_code for _ in range(3)]
+        assert found == [200, 429, 429]
+        longer = await client.post("/tokenize", json=body | {"prompt": "x" * 1000})
+        assert (longer.status_code, longer.json()["error"]["code"]) == (400, "limit_too_low")
+
+
+async def test_who_rates_an_answer_is_who_got_it_and_once(world: World):
+    keys = {name: world.key(name) for name in ("acme", "umbrella")}
+    async with world.client(keys["acme"]) as client:
+        given = (await client.post("/v1/completions", json=TURN)).json()["id"]
+        made_up = f"cmpl-{'0123456789abcdef' * 2}"
+        for name, status in ((given, 202), (given, 202), (made_up, 404), ("x", 404), (given[:-1] + "z", 404)):
+            said = await client.post("/v1/feedback", json={"request_id": name, "reward": 1})
+            assert said.status_code == status, name
+    async with world.client(keys["umbrella"]) as client:
+        assert (await client.post("/v1/feedback", json={"request_id": given, "reward": 0})).status_code == 404
+    assert [row["request_id"] for table, row in world.events.rows if table == "feedback"] == [given]
 
 
 async def test_a_daily_budget_is_exact_and_says_when_to_return(world: World):
@@ -209,7 +283,7 @@ async def test_a_daily_budget_is_exact_and_says_when_to_return(world: World):
 
 
 async def test_a_tenants_budget_is_shared_by_its_keys(world: World):
-    world.catalog.keys.set_tenant(Tenant("acme", {"tokens_per_month": 600.0}))
+    world.catalog.keys.set_tenant(Tenant("acme", {"tokens_per_month": 250.0}))
     async with world.client(world.key()) as one, world.client(world.key()) as two:
         found = [(await client.post("/v1/completions", json=TURN)).status_code for client in (one, two) * 20]
     assert found[:2] == [200, 200]
@@ -267,9 +341,9 @@ async def test_usage_that_could_not_be_written_is_written_with_the_next_request(
     async with world.client(limited(world, tokens_per_day=1000)) as client:
         with monkeypatch.context() as patched:
             patched.setattr(world.usage, "record", full)
-            assert (await client.post("/v1/completions", json=TURN)).status_code == 200
-            assert [row[0] for row in rows(world).values()] == ["admitted"]
-        refused = await client.post("/v1/completions", json=TURN | {"n": 8, "max_tokens": 200})
+            first = await client.post("/v1/completions", json=TURN | {"max_tokens": 200})
+            assert (first.status_code, [row[0] for row in rows(world).values()]) == (200, ["admitted"])
+        refused = await client.post("/v1/completions", json=TURN | {"n": 8, "max_tokens": 110})
     assert refused.json()["error"]["code"] == "insufficient_quota"
     assert [row[0] for row in rows(world).values()] == ["settled"]
     assert_exact(world)
@@ -293,8 +367,8 @@ async def test_requests_that_come_or_end_together_are_written_at_once(world: Wor
 
 
 async def test_one_refusal_of_a_turn_leaves_the_others(world: World):
-    # Room for one request's reservation: its body with the template's tokens, and 8.
-    tight, wide = world.client(limited(world, tokens_per_day=400)), world.client(world.key())
+    # Room for one request's reservation: its body, and 8.
+    tight, wide = world.client(limited(world, tokens_per_day=100)), world.client(world.key())
     async with tight, wide:
         asked = [one.post("/v1/completions", json=TURN) for one in (tight, wide, tight, wide)]
         found = [one.status_code for one in await asyncio.gather(*asked)]

@@ -240,9 +240,10 @@ async def test_a_request_has_the_proxys_id_where_the_proxy_sets_it(world: World)
     async with world.client(world.key()) as client:
         for name, is_taken in ((given, True), (given.upper(), False), (f"{given}0", False), ("", False)):
             response = await client.post(**completion("acme-sums"), headers={"x-request-id": name})
-            assert (response.headers["x-request-id"] == name) is is_taken
+            # The last digits say which key it was given to.
+            assert (response.headers["x-request-id"][:20] == name[:20]) is is_taken
     ids = [fields["id"] for table, fields in world.events.rows if table == "observations"]
-    assert ids.count(f"cmpl-{given}") == 1
+    assert sum(name.startswith(f"cmpl-{given[:20]}") for name in ids) == 1
     assert len(ids) == len(set(ids)) == 4
 
 
