@@ -28,7 +28,7 @@ from engine.errors import ConfigError, Conflict, NotFound
 from engine.problems.general_text import GENERAL
 from engine.problems.jsonl import Check, Import, import_file, prompt_hash, read_rows
 from engine.problems.procedural import Problem
-from engine.problems.verifiers import NUMBER, Verifier
+from engine.problems.verifiers import NUMBER, Verifier, foreign_reference
 from engine.services import lifecycle as services
 from engine.settings.model import explain
 from engine.settings.own_functions import load_own, refuse_unlisted
@@ -180,6 +180,8 @@ def check_for(verifier: str) -> Check:
             validators.validator_for(schema).check_schema(schema)
         except (ValueError, SchemaError, AttributeError) as error:
             return f"The answer is not a JSON schema: {str(error).splitlines()[0]}."
+        if (reference := foreign_reference(schema)) is not None:
+            return f"The schema refers to {reference!r}. Nothing is fetched: put it into the schema's $defs."
         return None
 
     checks: dict[str, Check] = {"numeric": numeric, "regex": regex, "json-schema": json_schema}

@@ -9,12 +9,12 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, or_, select, update
+from sqlalchemy import Connection, func, select, update
 
 from engine.catalog import tables
 from engine.catalog.access import Access
@@ -278,17 +278,21 @@ def refuse_patterns(patterns: Sequence[str]) -> None:
 
 
 def refuse_overlap(connection: Connection, key: Key) -> None:
-    """Raise `Conflict` when a key would reach policies of another tenant's keys in force.
+    """Raise `Conflict` when a key would reach policies of another tenant.
 
-    Admin keys reach everything and are left out. While any tenant is limited to its own policies, every
-    other tenant is.
+    These are what its keys name, expired ones too, and what it owns, whatever became of its keys. Admin keys
+    reach everything and are left out. While any tenant is limited to its own policies, every other tenant is.
     """
     if key.may("admin"):
         return
-    for other in _others(connection, key.owner):
-        if other.may("admin") or (not key.policies and not other.policies):
+    others, now = [other for other in _others(connection, key.owner) if not other.may("admin")], time.time()
+    for other in others:
+        if other.revoked_at is not None or (not key.policies and not other.policies):
             continue
         if not key.policies or not other.policies:
+            # A key that has expired without being limited names nothing.
+            if not other.policies and not other.is_in_force(now):
+                continue
             free = "This key" if not key.policies else f"Key {other.id} of {other.owner!r}"
             raise Conflict(
                 f"{free} may use every policy, while other tenants are limited to theirs. Give its policies, "
@@ -300,6 +304,23 @@ def refuse_overlap(connection: Connection, key: Key) -> None:
                 f"{both[0][0]!r} overlaps with {both[0][1]!r} of tenant {other.owner!r} (key {other.id}). "
                 "Two tenants cannot share policies: choose other names, or revoke that key."
             )
+    tenants = {other.owner for other in others}
+    for pattern in key.policies:
+        if (found := _owned(connection, pattern, tenants)) is not None:
+            raise Conflict(
+                f"{pattern!r} covers the policy {found.name!r} of tenant {found.owner!r}. Two tenants cannot "
+                "share policies: choose other names, or erase that tenant."
+            )
+
+
+def _owned(connection: Connection, pattern: str, tenants: Collection[str]) -> Any:
+    """Return a policy within a pattern whose owner is one of these tenants, or None."""
+    table, prefix = tables.policies.c, pattern.removesuffix("*")
+    is_within = table.name == pattern
+    if pattern != prefix:
+        is_within = func.substr(table.name, 1, len(prefix)) == prefix
+    query = select(table.name, table.owner).where(is_within, table.owner.in_(tenants)).limit(1)
+    return connection.execute(query).one_or_none() if tenants else None
 
 
 def refuse_outside(connection: Connection, policies: Iterable[Policy]) -> None:
@@ -307,7 +328,11 @@ def refuse_outside(connection: Connection, policies: Iterable[Policy]) -> None:
 
     And for one that is outside of the patterns of its own tenant, where that has some.
     """
-    limited = [key for key in _others(connection, None) if key.policies and not key.may("admin")]
+    limited = [
+        key
+        for key in _others(connection, None)
+        if key.policies and not key.may("admin") and key.revoked_at is None
+    ]
     if not limited:
         return
     for policy in policies:
@@ -326,11 +351,8 @@ def refuse_outside(connection: Connection, policies: Iterable[Policy]) -> None:
 
 
 def _others(connection: Connection, owner: str | None) -> list[Key]:
-    """Return the keys in force of other tenants than `owner`."""
-    table = tables.keys.c
-    query = select(tables.keys).where(
-        table.revoked_at.is_(None), or_(table.expires_at.is_(None), table.expires_at > time.time())
-    )
+    """Return the keys of other tenants than `owner`, revoked and expired ones too."""
+    query = select(tables.keys)
     if owner is not None:
-        query = query.where(table.owner != owner)
+        query = query.where(tables.keys.c.owner != owner)
     return [Key(**row._mapping) for row in connection.execute(query)]

@@ -59,14 +59,40 @@ def regex(_question: str, expected: str, text: str) -> bool:
 
 
 def json_schema(_question: str, expected: str, text: str) -> bool:
-    """Say whether the text is JSON that satisfies the schema `expected`."""
-    import jsonschema
+    """Say whether the text is JSON that satisfies the schema `expected`.
+
+    Raises `Unresolvable` for a reference out of the schema: no file and no URL is read.
+    """
+    from jsonschema.validators import validator_for
+    from jsonschema_specifications import REGISTRY
 
     try:
-        jsonschema.validate(json.loads(text), json.loads(expected))
-    except (ValueError, jsonschema.ValidationError):
+        value = json.loads(text)
+    except ValueError:
         return False
-    return True
+    schema = json.loads(expected)
+    return bool(validator_for(schema)(schema, registry=REGISTRY).is_valid(value))
+
+
+def foreign_reference(schema: Any) -> str | None:
+    """Return a reference of a JSON schema that leads out of it, or None."""
+    from jsonschema_specifications import REGISTRY
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import DRAFT202012
+
+    resolver = REGISTRY.resolver_with_root(DRAFT202012.create_resource(schema))
+    inner = [schema]
+    while inner:
+        node = inner.pop()
+        values = node.values() if isinstance(node, dict) else node
+        inner += [value for value in values if isinstance(value, dict | list)]
+        reference = node.get("$ref", node.get("$dynamicRef")) if isinstance(node, dict) else None
+        if isinstance(reference, str):
+            try:
+                resolver.lookup(reference)
+            except Unresolvable:
+                return reference
+    return None
 
 
 QUICK: dict[str, Judge] = {"exact": exact, "numeric": numeric}

@@ -81,7 +81,7 @@ def test_what_the_services_write_is_their_users_alone(people: Operated) -> None:
     assert {path.name: path.stat().st_mode & 0o077 for path in written if path.stat().st_mode & 0o077} == {}
 
 
-def test_people_log_in_to_the_pages(people: Operated, chromium: str) -> None:
+def test_people_log_in_to_the_pages(people: Operated, quickstart: str, chromium: str) -> None:
     """With what `graftwork login` prints: Prefect's form, and the browser's own for the other two."""
     printed = people.command("login", "--json")
     logins = {one["service"]: one for one in json.loads(printed.stdout)}

@@ -143,6 +143,7 @@ def test_a_question_that_was_frozen_never_becomes_training_data(
         ("mine", "numeric", "number {}", {}, r"d\.jsonl:1: .*numeric"),
         ("mine", "regex", "({}", {}, r"d\.jsonl:1: .*regular expression"),
         ("mine", "json-schema", '{{"type": {}}}', {}, r"d\.jsonl:1: .*JSON schema"),
+        ("mine", "json-schema", '{{"$ref": "file:///etc/passwd"}}', {}, r"d\.jsonl:1: .*etc/passwd"),
         ("mine", "exact", "{}", {"steps": 0}, "`steps`"),
     ],
 )

@@ -1,6 +1,10 @@
 """Who may call what: the key of a request, its roles, its purpose, and what an endpoint takes."""
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
+
+from prometheus_client import Counter
 
 from engine.catalog.catalog import Key
 from engine.catalog.keys import OURS, TINKERS
@@ -17,6 +21,12 @@ PURPOSES = {
     "probe": ("score",),
     "rollout": ("score", "train"),
 }
+# A session's name is hashed, and hashes of the last ones are kept.
+MOST_SESSION = 512
+# Seconds between two lines on requests without a valid key.
+SAYS_S = 10.0
+NO_KEYS = Counter("graftwork_requests_without_key", "Requests refused for want of a valid key.")
+log = logging.getLogger("graftwork.admission")
 # A key may also be written as Tinker's SDK wants it.
 KEY_LENGTHS = (len(OURS) + 40, len(TINKERS) + 40)
 
@@ -54,6 +64,30 @@ def require(what: str, roles: Sequence[str], key: Key) -> None:
         raise Forbidden(
             f"{what} requires a key with the role {needed}; this key's are {', '.join(key.roles)}."
         )
+
+
+class FailedKeys:
+    """Counts requests without a valid key, and logs them with a rate: they may be many."""
+
+    def __init__(self) -> None:
+        self._count, self._said_at = 0, -SAYS_S
+
+    def note(self, client: str) -> None:
+        """Take one more, from this address."""
+        NO_KEYS.inc()
+        self._count += 1
+        now = time.monotonic()
+        if now - self._said_at >= SAYS_S:
+            log.warning("%d requests had no valid key, the last one from %s.", self._count, client)
+            self._count, self._said_at = 0, now
+
+
+def session_of(headers: Mapping[str, str]) -> str | None:
+    """Return the session that a request names, or None. Raises `Refused` (400) for a long one."""
+    session = headers.get("x-session-id")
+    if session is not None and len(session) > MOST_SESSION:
+        raise Refused(400, f"x-session-id must have at most {MOST_SESSION} characters.")
+    return session
 
 
 def purpose_of(path: str, headers: Mapping[str, str], key: Key) -> str:

@@ -204,14 +204,14 @@ async def marker(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Say whether users may be sent here: 200, or 503 with the reason."""
-    why = "The engine is starting."
+    """Say whether users may be sent here: 200, or 503 with a word for the reason."""
+    why = "starting"
     if (membership := getattr(request.app.state, "graftwork_membership", None)) is not None:
         state: GatewayState = request.app.state.graftwork
         try:
             why = membership.why_not_ready(state.router, request.app.state.graftwork_prewarmer.missing)
-        except GraftworkError as error:
-            why = str(error)
+        except GraftworkError:
+            why = "catalog"
     return JSONResponse({"ready": why is None, "reason": why}, 503 if why else 200)
 
 

@@ -20,7 +20,15 @@ from engine.catalog.catalog import Key, Tenant
 from engine.errors import GraftworkError
 from engine.ledger.spool import Spool
 from engine.metering.usage_rows import Metered
-from engine.serving.gateway.admission import authenticate, purpose_of, require, segment_of, served
+from engine.serving.gateway.admission import (
+    FailedKeys,
+    authenticate,
+    purpose_of,
+    require,
+    segment_of,
+    served,
+    session_of,
+)
 from engine.serving.gateway.api_errors import send_error, send_no_key
 from engine.serving.gateway.arms import CANARY, FALLBACK, Target
 from engine.serving.gateway.asgi import (
@@ -37,7 +45,13 @@ from engine.serving.gateway.asgi import (
 from engine.serving.gateway.exchange import Exchange, hash_unit
 from engine.serving.gateway.forwarding import Counted, ForwardedCall, forward, uncounted
 from engine.serving.gateway.meter import Bill, Meter
-from engine.serving.gateway.request_fields import check_fields, drop_fields, end_user_of, size_of
+from engine.serving.gateway.request_fields import (
+    check_fields,
+    drop_fields,
+    end_user_of,
+    refuse_many_logprobs,
+    size_of,
+)
 from engine.serving.gateway.request_ids import RecentIds, id_for, new_seed
 from engine.serving.gateway.request_size import most_bytes, parse_within
 from engine.serving.gateway.route_table import Endpoint, Kind, find_route
@@ -99,6 +113,7 @@ class Gateway:
     def __init__(self, app: App):
         self._app = app
         self._cors: CORSMiddleware | None = None
+        self._failed = FailedKeys()
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -142,6 +157,7 @@ class Gateway:
             }
             key = authenticate(state.router, headers)
             if key is None:
+                self._failed.note((scope.get("client") or ("unknown",))[0])
                 return await send_no_key(send, path)
             endpoint = served(path, method)
             require(endpoint.path, endpoint.roles, key)
@@ -165,7 +181,7 @@ class Gateway:
                 return await self._pass(asked, ForwardedCall.of(asked.id, endpoint.path, {}), raw)
         body = parse_within(raw, context)
         check_fields(body, endpoint.fields)
-        unit = end_user_of(body) or asked.headers.get("x-session-id")
+        unit = end_user_of(body) or session_of(asked.headers)
         drop_fields(body)
         if endpoint.kind is Kind.TOKENIZE:
             with asked.state.meter.call(asked.key, asked.tenant, len(raw)):
@@ -175,6 +191,8 @@ class Gateway:
         if size.samples > most:
             said = f"The request asks for {size.samples} completions, n for each prompt; the most is {most}."
             raise Refused(400, said, "invalid_value", "n")
+        if not is_batch:
+            refuse_many_logprobs(body, min(len(raw), asked.state.meter.context * size.prompts))
         reserved = asked.state.meter.reserve(asked.key, asked.tenant, body, len(raw), size)
         if reserved.length is not None:
             body[endpoint.length] = reserved.length

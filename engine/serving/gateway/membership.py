@@ -1,5 +1,6 @@
 """This engine's row among the catalog's engines: heartbeats, what it has loaded, whether it takes users."""
 
+import logging
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ from engine.serving.gateway.routing import Router
 from engine.threads import PeriodicThread
 
 BEAT_S = 2.0
+log = logging.getLogger("graftwork.membership")
 
 
 class Membership(PeriodicThread):
@@ -23,6 +25,7 @@ class Membership(PeriodicThread):
         self.is_replaced = False
         self._loads: Loads = {}
         self._has_joined = self._was_ready = False
+        self._said = ""
 
     def tell(self, loads: Loads) -> None:
         """Take what is loaded of the revisions under release."""
@@ -50,15 +53,28 @@ class Membership(PeriodicThread):
         self._catalog.replicas.leave(self.replica)
 
     def why_not_ready(self, router: Router, missing: Callable[[], list[str]]) -> str | None:
-        """Return why no user should be sent here now, or None."""
+        """Return a word for why no user should be sent here now, or None.
+
+        Anybody may ask. The whole sentence, which names revisions and engines, goes to the log, once.
+        """
+        word, said = self._why_not_ready(router, missing) or (None, "")
+        if said and said != self._said:
+            log.warning("Not ready: %s", said)
+        self._said = said
+        return word
+
+    def _why_not_ready(self, router: Router, missing: Callable[[], list[str]]) -> tuple[str, str] | None:
         if self.replica.draining:
-            return "The engine is draining."
+            return "draining", "the engine is draining."
         if self.is_replaced:
-            return f"Another engine has the id {self.replica.id}. Give each a host name or a port of its own."
+            return (
+                "replaced",
+                f"another engine has the id {self.replica.id}. Give each its own host name or port.",
+            )
         if not self._has_joined or router.is_stale():
-            return "The engine cannot read the catalog."
+            return "catalog", "the engine cannot read the catalog."
         # Only at first: an adapter that no engine can load must not take every engine from its users.
         if not self._was_ready and (waiting := missing()):
-            return f"Revisions under release are not loaded: {', '.join(waiting[:5])}."
+            return "loading", f"revisions under release are not loaded: {', '.join(waiting[:5])}."
         self._was_ready = True
         return None

@@ -16,6 +16,8 @@ Check = Callable[[Any], str | None]
 Fields = Mapping[str, Check]
 # Most tokens that a field may name: vLLM refuses what the base's context does not hold.
 MOST_TOKENS = 1 << 24
+# Log-probabilities of all prompts of a request, those of alternatives included.
+MOST_LOGPROBS = 1 << 20
 
 
 def anything(_value: Any) -> None:
@@ -253,6 +255,18 @@ def end_user_of(body: Mapping[str, Any]) -> str | None:
     metadata = body.get("metadata")
     by_metadata = metadata.get("user_id") if isinstance(metadata, dict) else None
     return body.get("user") or body.get("safety_identifier") or by_metadata
+
+
+def refuse_many_logprobs(body: Mapping[str, Any], prompt_tokens: int) -> None:
+    """Raise `Refused` (400) for too many log-probabilities of a prompt: each becomes an object of vLLM's."""
+    names = ("prompt_logprobs", *(("logprobs", "top_logprobs") if body.get("echo") else ()))
+    of_prompt = _integers(body.get(name) for name in names)
+    found = prompt_tokens * max(of_prompt, default=0)
+    if found > MOST_LOGPROBS:
+        said = f"The request may ask for {found} log-probabilities of prompts; the most is {MOST_LOGPROBS}."
+        raise Refused(
+            400, said, "invalid_value", "prompt_logprobs" if "prompt_logprobs" in body else "logprobs"
+        )
 
 
 def size_of(body: Mapping[str, Any], tokens_default: int | None) -> Size:

@@ -57,6 +57,7 @@ class Router:
         self.keyed_hash = lru_cache(KEPT_HASHES)(catalog.keyed_hash)
         # The same of words that do not come again.
         self.hash_once = catalog.keyed_hash
+        self._said = ""
         self.clock = clock
         # Of the whole catalog, and the number of the newest change that was read.
         self._version: int | None = None
@@ -101,7 +102,7 @@ class Router:
         try:
             key = self._catalog.keys.find_hash(row[1])
         except ServiceError as error:
-            raise ServiceError(f"{error} Try again.") from None
+            raise self._unreadable(error) from None
         if key is None:
             self._absent.put(row, self._seen, None)
             return None
@@ -255,10 +256,18 @@ class Router:
                 self._version = version
                 self._feed += names is None or bool(names)
             self._read_at = self.clock() - self._catalog.changes.age()
+            self._said = ""
         except ServiceError as error:
             if self._version is None:
-                raise ServiceError(f"{error} No request can be routed until it is readable.") from None
+                raise self._unreadable(error) from None
         self._looked_at = self.clock()
+
+    def _unreadable(self, error: ServiceError) -> ServiceError:
+        """Return what a client hears; the cause, which names the database's place, is logged once."""
+        if str(error) != self._said:
+            log.error("%s", error)
+        self._said = str(error)
+        return ServiceError("The catalog cannot be read. Try again.")
 
     def _note_changed(self, names: set[str | None] | None) -> None:
         if names is None or self._changed is None or len(self._changed) >= self._cached_rows:
@@ -279,7 +288,7 @@ class Router:
             raise
         except ServiceError as error:
             if kept is None:
-                raise ServiceError(f"{error} Try again.") from None
+                raise self._unreadable(error) from None
             self._rows.fail(key, self.clock())
             return kept[1]
         self._rows.put(key, self._seen, value)

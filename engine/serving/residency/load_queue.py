@@ -120,7 +120,7 @@ class LoadQueue:
         places = math.ceil(self.places * BACKGROUND_PLACES) if background else self.places
         if taken >= places or len(self) >= self.places:
             raise Busy(
-                f"The queue of cold loads is full: {len(self)} wait or run. Request {load.name} again later.",
+                f"The queue of cold loads is full. Request {load.name} again later.",
                 self._away_s(load.priority),
                 {"waiting": len(self) - len(self.running), "running": len(self.running)},
             )

@@ -326,8 +326,7 @@ class Residency:
 
     def _too_late(self, load: Load) -> ServiceError:
         return ServiceError(
-            f"{load.name} was not loaded within {self._timeout_s:g} s (engine.load_timeout_s); "
-            f"{self.loading} other loads wait or run. Try again later."
+            f"{load.name} was not loaded within {self._timeout_s:g} s (engine.load_timeout_s). Try again."
         )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from engine.catalog.catalog import Catalog, Tenant, migrate
+from engine.catalog.catalog import Catalog, Policy, Tenant, migrate
 from engine.catalog.database import open_engine
 from engine.catalog.keys import SCOPES, as_tinkers
 from engine.catalog.records import covers, overlap
@@ -70,6 +70,39 @@ def test_policies_of_two_tenants_never_overlap(catalog: Catalog) -> None:
         if key.owner == "acme":
             keys.revoke(key.hash)
     keys.create("umbrella", "user", ["acme-*"])
+
+
+def test_patterns_stay_their_tenants_after_its_keys_have_expired(catalog: Catalog) -> None:
+    keys, expired = catalog.keys, time.time() - 1
+    keys.create("acme", "user", ["acme-*"], expires_at=expired)
+    keys.create("umbrella", "user", ["umbrella-*"])
+    for pattern in ("acme-*", "acme-sums", "a*"):
+        with pytest.raises(Conflict, match="acme"):
+            keys.create("umbrella", "user", [pattern])
+    with pytest.raises(Conflict, match="acme"):
+        catalog.policies.add(Policy("acme-new", "base", {}, "umbrella", 1.0))
+    # Its tenant renews.
+    keys.create("acme", "user", ["acme-*"])
+
+
+def test_patterns_never_cover_what_another_tenant_owns(catalog: Catalog) -> None:
+    keys = catalog.keys
+    only = keys.find(keys.create("acme", "user", ["acme-*"]))
+    catalog.policies.add(Policy("acme-sums", "base", {}, "acme", 1.0))
+    keys.revoke(only.hash)
+    mine = keys.find(keys.create("umbrella", "user", ["umbrella-*"]))
+    for pattern in ("acme-*", "acme-sums", "acme-s*"):
+        with pytest.raises(Conflict, match=r"'acme-sums' of tenant 'acme'"):
+            keys.create("umbrella", "user", [pattern])
+        with pytest.raises(Conflict, match="'acme-sums'"):
+            keys.limit(mine.id, {}, [pattern])
+    # "me" has no key, so it is no tenant: its policy may be given to one.
+    keys.create("umbrella", "user", ["sorting"])
+
+
+def test_a_free_key_that_expired_stands_in_nobodys_way(catalog: Catalog) -> None:
+    catalog.keys.create("old", "user", expires_at=time.time() - 1)
+    catalog.keys.create("acme", "user", ["acme-*"])
 
 
 def test_a_key_without_policies_stands_in_the_way_of_tenants(catalog: Catalog) -> None:

@@ -1,5 +1,6 @@
 """Verifiers: what counts as right, and that one that raises, hangs, dies or talks nonsense ends nothing."""
 
+import json
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ import pytest
 
 from engine.errors import ConfigError
 from engine.problems.procedural import Problem
-from engine.problems.verifiers import FAULTS, Verifier, load_judge
+from engine.problems.verifiers import FAULTS, Verifier, foreign_reference, load_judge
 from engine.settings.policies import PolicyConfig
 
 MODULE = """
@@ -61,10 +62,21 @@ def judged(kind: str, answer: str, *texts: str, timeout_s: float = 5) -> tuple[l
         ("numeric", "-7", ["-7", "minus: -7.0"], ["7"]),
         ("regex", r"(yes|no)\.?", ["yes", "no.", " yes "], ["yes!", "maybe", "oh yes"]),
         ("json-schema", '{"type": "object", "required": ["a"]}', ['{"a": 1}'], ["{}", "no json", "[1]"]),
+        ("json-schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"type": "integer"}}}', ["1"], ['"1"']),
     ],
 )
 def test_what_is_right(kind: str, answer: str, right: list[str], wrong: list[str]) -> None:
     assert judged(kind, answer, *right, *wrong) == ([1.0] * len(right) + [0.0] * len(wrong), {})
+
+
+def test_a_schema_fetches_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "any.json"
+    file.write_text("{}")
+    scores, faults = judged("json-schema", json.dumps({"$ref": file.as_uri()}), "1")
+    assert (scores, sum(faults.values())) == ([0.0], 1)
+    assert all(name.startswith("raised") for name in faults)
+    assert foreign_reference({"allOf": [{"$ref": "http://x/a.json"}]}) == "http://x/a.json"
+    assert foreign_reference({"$ref": "#/$defs/a", "$defs": {"a": {}}, "enum": [{"$ref": 1}]}) is None
 
 
 def test_a_persons_function_gives_the_score(module: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from prometheus_client import REGISTRY
 
 from engine.catalog.catalog import Policy
 from engine.errors import ServiceError
@@ -198,6 +199,50 @@ async def test_what_would_stop_the_event_loop_is_refused_before_it_is_parsed(
         answer = await client.post("/v1/chat/completions", content=body)
         assert time.perf_counter() - began < 1
     assert (answer.status_code, says in answer.text) == (status, True)
+
+
+async def test_log_probabilities_of_prompts_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("engine.serving.gateway.request_fields.MOST_LOGPROBS", 1000)
+    prompts = {"model": "acme-sums", "prompt": ["x" * 100] * 4, "max_tokens": 1}
+    for more in ({"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}):
+        async with world.client(world.key()) as client:
+            assert (await client.post("/v1/completions", json=prompts | more)).status_code == 400
+            assert (await client.post("/v1/completions", json=prompts | {"logprobs": 20})).status_code == 200
+        async with world.client(world.key(roles=["infer", "score"])) as scorer:
+            assert (await scorer.post("/v1/completions", json=prompts | more)).status_code == 200
+
+
+async def test_a_session_has_a_short_name(world: World):
+    async with world.client(world.key()) as client:
+        for length, status in ((512, 200), (513, 400)):
+            answer = await client.post(**completion("acme-sums"), headers={"x-session-id": "s" * length})
+            assert answer.status_code == status
+
+
+def without_key() -> float:
+    return REGISTRY.get_sample_value("graftwork_requests_without_key_total") or 0.0
+
+
+async def test_requests_without_a_key_are_counted_and_said_with_a_rate(
+    world: World, caplog: pytest.LogCaptureFixture
+):
+    before = without_key()
+    for key in (None, "gw-" + "0" * 40, "none"):
+        async with world.client(key) as client:
+            assert (await client.get("/v1/models")).status_code == 401
+    assert without_key() == before + 3
+    assert caplog.text.count("no valid key") == 1
+
+
+async def test_who_has_no_key_learns_nothing_of_the_database(world: World, monkeypatch: pytest.MonkeyPatch):
+    def away(_hash: str) -> None:
+        raise ServiceError("The catalog postgresql://db.internal:5432/graftwork cannot be read: timeout.")
+
+    monkeypatch.setattr(world.catalog.keys, "find_hash", away)
+    async with world.client("gw-" + "1" * 40) as client:
+        answer = await client.get("/v1/models")
+    assert answer.status_code == 503
+    assert "db.internal" not in answer.text
 
 
 async def test_a_scorer_may_send_a_batch(world: World):
