@@ -4,7 +4,7 @@ An answer repeats words of its client: as text, as tools, as a schema. So each f
 in a parsed event; bytes only tell which events are worth parsing, since most pieces of a stream are not.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import orjson
 # (prompt, completion) tokens.
 Used = tuple[int, int]
 SERVER_ERROR = 500
-DATA = b"data: {"
+DATA, END = b"data: ", b"\n\n"
 # What an API calls the end of a choice, and its outcome. An abort, which has none, is the client's.
 ENDS = {
     "stop": "ok",
@@ -84,16 +84,29 @@ class AnswerReader:
             return None
         return next((worst for worst in WORST_FIRST if worst in found), "ok")
 
-    def read(self, piece: bytes, is_last: bool = True) -> None:
-        """Read events of a stream, or another piece of an answer that is read once it is whole."""
+    def read(self, piece: bytes, is_last: bool = True) -> bytes:
+        """Read events of a stream, or another piece of an answer that is read once it is whole.
+
+        Return the piece without the events that only carry usage: they have no choices.
+        """
         if self.is_stream:
-            for event in events_of(piece):
-                self._format.read_event(self, event)
-            return
+            return self._read_events(piece) if b"{" in piece else piece
         self._held += piece
         if is_last:
             self._format.read_whole(self, bytes(self._held))
             self._held.clear()
+        return piece
+
+    def _read_events(self, piece: bytes) -> bytes:
+        kept = []
+        # vLLM sends whole events.
+        for event in piece.split(END):
+            told = mapping(_loads(event[at + len(DATA) :])) if (at := event.find(DATA)) >= 0 else {}
+            if told:
+                self._format.read_event(self, told)
+            if told.get("choices") != [] or "usage" not in told:
+                kept.append(event)
+        return END.join(kept)
 
     def take(self, index: Any, text: Any = None, has_call: bool = False, end: Any = None) -> None:
         """Take a piece of a choice."""
@@ -135,13 +148,6 @@ class Format:
     plain: bytes
     read_event: Callable[[AnswerReader, dict[str, Any]], None]
     read_whole: Callable[[AnswerReader, bytes], None]
-
-
-def events_of(piece: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the events of a piece of a stream; vLLM sends whole ones."""
-    for line in piece.splitlines():
-        if line.startswith(DATA):
-            yield mapping(_loads(line[len(DATA) - 1 :]))
 
 
 def mapping(value: Any) -> dict[str, Any]:

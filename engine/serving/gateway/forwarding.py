@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.serving.gateway.answers import AnswerReader, Used, events_of, wants_json
+from engine.serving.gateway.answers import AnswerReader, Used, wants_json
 from engine.serving.gateway.api_errors import translate
 from engine.serving.gateway.asgi import App, Header, Message, Receive, Send, nothing, with_body
 
@@ -16,7 +16,6 @@ from engine.serving.gateway.asgi import App, Header, Message, Receive, Send, not
 FORWARDED = frozenset({b"accept", b"content-type", b"host", b"traceparent", b"tracestate", b"user-agent"})
 # Endpoints whose streams carry usage when `stream_options` ask; the others' always do.
 ASKED_FOR_USAGE = frozenset({"/v1/completions", "/v1/chat/completions"})
-HAS_USAGE = b'"usage":{'
 ERROR = 400
 Counted = Callable[[str], Used | None]
 
@@ -68,11 +67,12 @@ class ForwardedCall:
         if self.answer.used is None:
             self.used = self.counted(self.id)
 
-    def read(self, piece: bytes, is_last: bool) -> None:
-        """Read a piece of the answer."""
-        self.answer.read(piece, is_last)
+    def read(self, piece: bytes, is_last: bool) -> bytes:
+        """Read a piece of the answer; return what of it the client asked for."""
+        kept = self.answer.read(piece, is_last)
         if self.answer.used is not None:
             self.used = self.answer.used
+        return piece if self.wants_usage else kept
 
 
 async def forward(
@@ -106,11 +106,9 @@ async def forward(
             if answer.plain is not None and answer.plain in piece:
                 return send(message)
             has_more = bool(message.get("more_body"))
-            call.read(piece, not has_more)
-            if answer.is_stream and not call.wants_usage:
-                message["body"] = without_usage(piece)
-                if piece and not message["body"] and has_more:
-                    return nothing()
+            message["body"] = call.read(piece, not has_more)
+            if piece and has_more and not message["body"]:
+                return nothing()
         return send(message)
 
     await app(scope, replay, watched)
@@ -124,12 +122,3 @@ async def _send_fault(call: ForwardedCall, start: Message, fault: bytes, send: S
     start["headers"] = [*kept, (b"content-length", str(len(told)).encode())]
     await send(start)
     await send({"type": "http.response.body", "body": told})
-
-
-def without_usage(piece: bytes) -> bytes:
-    """Return a piece of a stream without the event that only carries usage: it has no choices."""
-    return b"\n\n".join(event for event in piece.split(b"\n\n") if not _is_extra(event))
-
-
-def _is_extra(event: bytes) -> bool:
-    return HAS_USAGE in event and any(told.get("choices") == [] for told in events_of(event))

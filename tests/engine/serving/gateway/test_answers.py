@@ -8,7 +8,6 @@ from engine.catalog.catalog import Key
 from engine.serving.gateway.answers import AnswerReader, wants_json
 from engine.serving.gateway.arms import Target
 from engine.serving.gateway.exchange import Exchange
-from engine.serving.gateway.forwarding import without_usage
 from tests.helpers.api_answers import APIS, CHAT, COMPLETIONS, MESSAGES, RESPONSES, Said, event, pieces, whole
 
 OF_CHOICES = (COMPLETIONS, CHAT)
@@ -162,9 +161,9 @@ def test_what_is_no_answer_tells_nothing(path: str, body: bytes) -> None:
 
 def test_usage_that_nobody_asked_for_is_taken_away() -> None:
     last = event({"choices": [], "usage": {"prompt_tokens": 1}})
-    assert without_usage(last) == b""
+    assert AnswerReader(CHAT, is_stream=True).read(last) == b""
     kept = event({"choices": [{"index": 0, "text": '"choices":[]'}], "usage": {"prompt_tokens": 1}})
-    assert without_usage(kept + last) == kept
+    assert AnswerReader(CHAT, is_stream=True).read(kept + last) == kept
 
 
 @pytest.mark.parametrize(
