@@ -2,7 +2,6 @@
 
 import atexit
 import gc
-import logging
 import os
 import re
 import shutil
@@ -232,15 +231,6 @@ def seeded() -> None:
     import torch
 
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """Capture our loggers too: where a library configures logging, it disables those that exist."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("graftwork."):
-            logging.getLogger(name).disabled = False
-    return caplog
 
 
 @pytest.fixture(scope="session")

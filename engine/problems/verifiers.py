@@ -84,12 +84,15 @@ def foreign_reference(schema: Any) -> str | None:
     inner = [schema]
     while inner:
         node = inner.pop()
-        values = node.values() if isinstance(node, dict) else node
-        inner += [value for value in values if isinstance(value, dict | list)]
-        reference = node.get("$ref", node.get("$dynamicRef")) if isinstance(node, dict) else None
-        if isinstance(reference, str):
+        if isinstance(node, list):
+            inner += node
+        if not isinstance(node, dict):
+            continue
+        inner += node.values()
+        for reference in (node.get("$ref"), node.get("$dynamicRef")):
             try:
-                resolver.lookup(reference)
+                if isinstance(reference, str):
+                    resolver.lookup(reference)
             except Unresolvable:
                 return reference
     return None

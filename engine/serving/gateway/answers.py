@@ -91,10 +91,12 @@ class AnswerReader:
         """
         if self.is_stream:
             return self._read_events(piece) if b"{" in piece else piece
-        self._held += piece
         if is_last:
-            self._format.read_whole(self, bytes(self._held))
+            # Nearly always the whole answer.
+            self._format.read_whole(self, bytes(self._held) + piece if self._held else piece)
             self._held.clear()
+        else:
+            self._held += piece
         return piece
 
     def _read_events(self, piece: bytes) -> bytes:

@@ -174,8 +174,8 @@ class Gateway:
         # Who scores and trains sends batches.
         is_batch = asked.key.may("score", "train")
         context = None if is_batch else asked.state.meter.context
-        most_body = min(endpoint.most_body, endpoint.most_body if context is None else most_bytes(context))
-        raw = b"" if asked.scope["method"] == "GET" else await read_body(asked.receive, most_body)
+        most = endpoint.most_body if context is None else min(endpoint.most_body, most_bytes(context))
+        raw = b"" if asked.scope["method"] == "GET" else await read_body(asked.receive, most)
         if endpoint.fields is None:
             with asked.state.meter.call(asked.key, asked.tenant):
                 return await self._pass(asked, ForwardedCall.of(asked.id, endpoint.path, {}), raw)

@@ -122,7 +122,6 @@ class LoadQueue:
             raise Busy(
                 f"The queue of cold loads is full. Request {load.name} again later.",
                 self._away_s(load.priority),
-                {"waiting": len(self) - len(self.running), "running": len(self.running)},
             )
         (self.returning if is_returning else self.waiting[load.priority])[load.name] = load
 

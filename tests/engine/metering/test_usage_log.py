@@ -16,7 +16,17 @@ from engine.errors import LimitReached
 from engine.metering.dead_gateways import close_dead
 from engine.metering.raw_usage import export
 from engine.metering.usage_log import UsageLog
-from engine.metering.usage_rows import DAY, MONTH, Budget, Metered, connect, periods, remaining_s
+from engine.metering.usage_rows import (
+    DAY,
+    MONTH,
+    SCHEMA,
+    Budget,
+    Metered,
+    connect,
+    create,
+    periods,
+    remaining_s,
+)
 
 spawn = multiprocessing.get_context("spawn")
 NOON = 1_790_000_000.0
@@ -44,6 +54,36 @@ def log(tmp_path: Path):
     opened = UsageLog(tmp_path)
     yield opened
     opened.close()
+
+
+def test_the_log_of_schema_1_opens_and_its_negative_numbers_become_0(tmp_path: Path) -> None:
+    with closing(connect(tmp_path / "usage.db")) as connection:
+        connection.executescript(SCHEMA[0] + "PRAGMA user_version = 1;")
+        whose = ("g", NOON, "acme", "k-acme", "acme-sums", "a" * 64, "user")
+        for name, state, prompt, completion in (
+            ("good", "settled", 7, 5), ("bad", "settled", -(10**9), 0), ("open", "admitted", None, None)
+        ):  # fmt: skip
+            row = (name, *whose, 100, state, 200, prompt, completion, NOON)
+            connection.execute(f"INSERT INTO requests VALUES (NULL{', ?' * len(row)})", row)
+        day, month = periods(NOON)
+        connection.execute("INSERT INTO spent VALUES ('tenant:acme', ?, -999999988, 100)", (day,))
+        connection.execute("INSERT INTO spent VALUES ('tenant:acme', ?, 12, 100)", (month,))
+        hours = (0, "acme", "k-acme", "acme-sums", "a" * 64, "user", 2, -999999993, 5, 0)
+        connection.execute(f"INSERT INTO hours VALUES (?{', ?' * 9})", hours)
+        connection.commit()
+    create(tmp_path / "usage.db")
+    with closing(connect(tmp_path / "usage.db")) as connection:
+        found = connection.execute(
+            "SELECT seq, id, state, prompt, completion, reserved FROM requests"
+        ).fetchall()
+        assert connection.execute("PRAGMA user_version").fetchone() == (len(SCHEMA),)
+    assert found == [
+        (1, "good", "settled", 7, 5, 100),
+        (2, "bad", "settled", 0, 0, 100),
+        (3, "open", "admitted", None, None, 100),
+    ]
+    assert spent(tmp_path) == {("tenant:acme", day): (0, 100), ("tenant:acme", month): (12, 100)}
+    assert totals(tmp_path) == (2, 0, 5, 0)
 
 
 def test_a_request_is_reserved_and_settled(log: UsageLog, tmp_path: Path) -> None:

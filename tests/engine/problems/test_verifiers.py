@@ -76,6 +76,8 @@ def test_a_schema_fetches_nothing(tmp_path: Path) -> None:
     assert (scores, sum(faults.values())) == ([0.0], 1)
     assert all(name.startswith("raised") for name in faults)
     assert foreign_reference({"allOf": [{"$ref": "http://x/a.json"}]}) == "http://x/a.json"
+    assert foreign_reference({"$ref": "#/$defs/a", "$dynamicRef": "b.json", "$defs": {"a": {}}}) == "b.json"
+    assert foreign_reference(True) is None
     assert foreign_reference({"$ref": "#/$defs/a", "$defs": {"a": {}}, "enum": [{"$ref": 1}]}) is None
 
 
