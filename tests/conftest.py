@@ -37,6 +37,8 @@ OFFLINE = {
     "DO_NOT_TRACK": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    # Of the server that a flow starts for itself. Its default of 20 is too short on a busy machine.
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
 }
 # Tests ask for equal bits: as in every process of ours, before torch is imported.
 os.environ.update(OFFLINE | equal_bits(os.environ))

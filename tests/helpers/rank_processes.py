@@ -44,7 +44,7 @@ class RankedService(Service):
     def __init__(self, params: Params, file: Path, count: int = 2, torchrun: bool = False):
         super().__init__(params, file)
         # Two processes import what one does.
-        self.client.patience_s = 120
+        self.client.patience_s = 600
         self.count, self.torchrun = count, torchrun
         self.processes: list[subprocess.Popen[bytes]] = []
 

@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import httpx
 import torch
 
 from engine.process_reaper import die_with_parent
@@ -14,6 +16,7 @@ from engine.security.credentials import credential
 from engine.settings.params import Params
 from engine.training.service.client import TrainerClient
 from engine.training.service.protocol import AdamParams, Datum, EncodedText, ModelInput, TensorData
+from tests.helpers.live import eventually
 
 ADAM = AdamParams(learning_rate=1e-2)
 
@@ -31,11 +34,19 @@ class Service:
         self.client = TrainerClient(params.url("trainer"), credential(params.paths, "trainer"), patience_s=60)
 
     def start(self) -> None:
+        """Start it, and wait until it answers or has ended."""
         command = [sys.executable, "-m", "engine.training.service.app", "--params", str(self.file)]
         with (self.file.parent / "trainer.log").open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, preexec_fn=partial(die_with_parent, os.getpid())
             )
+        eventually(self.has_started_or_ended, 600)
+
+    def has_started_or_ended(self) -> bool:
+        assert self.process
+        with suppress(httpx.TransportError):
+            return bool(httpx.get(f"{self.client.url}/status", timeout=5))
+        return self.process.poll() is not None
 
     def kill(self) -> None:
         assert self.process
