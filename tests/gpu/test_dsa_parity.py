@@ -22,6 +22,7 @@ from tests.helpers.parity import RANK, prompts, random_adapter
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.services,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
 ]
 WIDTHS = {
