@@ -4,6 +4,7 @@ import contextvars
 import ctypes
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -70,31 +71,71 @@ def _settle(future: Future[T], call: Callable[[], T]) -> None:
         future.set_exception(error)
 
 
+class Work:
+    """Work in the background that is done by turns. It outlives every error and says each new one once.
+
+    `error` is the last turn's error, `errors` counts them. The age of the last turn that succeeded is a
+    metric (`engine.work_metrics`).
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self.errors = 0
+        self.error: Exception | None = None
+        self._done_at, self._said = time.monotonic(), ""
+        WORKS[name] = self
+
+    @property
+    def age_s(self) -> float:
+        """Return the seconds since a turn succeeded, or since the work began."""
+        return time.monotonic() - self._done_at
+
+    def turn(self, call: Callable[[], object]) -> None:
+        """Do one turn."""
+        try:
+            call()
+        except Exception as error:
+            # Whatever it calls may fail in any way, and the next turn tries again.
+            self.error = error
+            self.errors += 1
+            if (said := f"{type(error).__name__}: {error}") != self._said:
+                log.error("%s failed and is tried again. %s", self.name, said, exc_info=True)
+            self._said = said
+        else:
+            if self._said:
+                log.warning("%s works again.", self.name)
+            self.error, self._done_at, self._said = None, time.monotonic(), ""
+
+    def end(self) -> None:
+        """Take the work out of the metrics."""
+        if WORKS.get(self.name) is self:
+            del WORKS[self.name]
+
+
+# The work that goes on in this process, by name.
+WORKS: dict[str, Work] = {}
+
+
 class PeriodicThread(threading.Thread):
-    """Calls `turn` every `every_s` seconds and on `wake`, until `stop`; `error` is the last turn's error."""
+    """Calls `turn` every `every_s` seconds and on `wake`, until `stop`."""
 
     def __init__(self, name: str, every_s: float, turn: Callable[[], object]):
         super().__init__(name=name, daemon=True)
-        self.error: Exception | None = None
+        self.work = Work(name)
         self._every_s, self._turn = every_s, turn
         self._ended, self._due = False, threading.Event()
 
     def run(self) -> None:
         """Call `turn` until `stop`; `start` runs this in the thread."""
         while not self._ended:
-            try:
-                self._turn()
-                self.error = None
-            except Exception as error:
-                # A turn calls other services: the thread must outlive their errors and try again.
-                self.error = error
-                log.debug(self.name, exc_info=True)
+            self.work.turn(self._turn)
             self._due.wait(self._every_s)
             self._due.clear()
 
     def stop(self) -> None:
         """End the thread after the current turn."""
         self._ended = True
+        self.work.end()
         self._due.set()
 
     def wake(self) -> None:

@@ -16,6 +16,7 @@ ROOMS = (
     "engine.clients",
     "engine.process_reaper",
     "engine.threads",
+    "engine.work_metrics",
     "engine.shared_cores",
     "engine.settings",
     "engine.ports",

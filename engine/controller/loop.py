@@ -28,6 +28,7 @@ from engine.ledger.ledger import Ledger, Spool
 from engine.ledger.purge import erase, forget, purge
 from engine.settings.params import Params
 from engine.threads import LoopRequests
+from engine.work_metrics import WorkMetrics
 
 EXPIRE_S = 10.0
 SWEEP_S = 3600.0
@@ -44,6 +45,7 @@ class ControllerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        WorkMetrics(self.registry)
         self.events = Counter("graftwork_events", "Events taken into the ledger.", registry=self.registry)
         self.faults = Counter("graftwork_faults", "Failed parts of a tick.", ["part"], registry=self.registry)
         self.verdicts = Counter(

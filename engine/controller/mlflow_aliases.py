@@ -94,8 +94,8 @@ class AliasMirror(PeriodicThread):
     @property
     def fault(self) -> str | None:
         """Why aliases and routes are not equal now, or None."""
-        if self.error:
-            return f"The aliases in MLflow are not up to date: {self.error}"
+        if self.work.error:
+            return f"The aliases in MLflow are not up to date: {self.work.error}"
         return " ".join(list(self._alarms.values())) or None
 
     def _mirror_hooked(self) -> None:

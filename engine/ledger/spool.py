@@ -19,6 +19,8 @@ from typing import Any
 
 import orjson
 
+from engine.threads import Work
+
 ROTATE_S = 0.25
 # A writer needs microseconds from creating a file to giving it the name that readers look for.
 OLDEST_NEW_S = 3600.0
@@ -120,11 +122,14 @@ class Spool:
         self._fd, self._size = fd, 0
 
     def _rotate_often(self) -> None:
+        works: list[tuple[Work, Callable[[], object]]] = [(Work(f"spool-{self._writer}"), self.rotate)]
+        if self._send is not None:
+            works.append((Work(f"spool-{self._writer}-send"), self._send))
         while not self._closed.wait(ROTATE_S):
-            with contextlib.suppress(OSError):
-                self.rotate()
-            if self._send is not None:
-                self._send()
+            for work, call in works:
+                work.turn(call)
+        for work, _ in works:
+            work.end()
 
 
 def ready_files(root: Path) -> list[Path]:

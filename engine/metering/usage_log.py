@@ -9,7 +9,6 @@ Each gateway holds a lock on a file of its own. Once a gateway is dead, its open
 at what they had reserved.
 """
 
-import contextlib
 import os
 import sqlite3
 import threading
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from engine.errors import LimitReached, ServiceError
+from engine.errors import LimitReached
 from engine.metering.dead_gateways import alive_file, close_dead
 from engine.metering.raw_usage import export
 from engine.metering.shared_budgets import SharedBudgets
@@ -35,6 +34,7 @@ from engine.metering.usage_rows import (
     remaining_s,
     writing,
 )
+from engine.threads import Work
 
 SYNC_S = 0.25
 CHECK_S = 5.0
@@ -79,6 +79,7 @@ class UsageLog:
         self._connection = connect(self.path)
         self._dirty = False
         self._closed = threading.Event()
+        self._syncing = Work("usage-sync")
         self._thread = threading.Thread(target=self._keep, name="usage-log", daemon=True)
         self._thread.start()
 
@@ -86,7 +87,8 @@ class UsageLog:
         """Stop; open rows stay and are closed by the next gateway."""
         self._closed.set()
         self._thread.join()
-        self._sync()
+        self._syncing.turn(self._sync)
+        self._syncing.end()
         self._connection.close()
         os.close(self._alive)
 
@@ -187,38 +189,42 @@ class UsageLog:
     def _keep(self) -> None:
         """Make commits durable, close rows of dead gateways, move settled rows to Parquet."""
         began = time.monotonic()
-        due: dict[Callable[[], object], float] = {
-            self._close_dead: began,
-            lambda: export(self.root, go_on=self._between): began + EXPORT_S,
-        }
-        every = dict(zip(due, (CHECK_S, EXPORT_S), strict=True))
+        works: list[tuple[Work, Callable[[], object], float]] = [
+            (Work("usage-close-dead"), self._close_dead, CHECK_S),
+            (Work("usage-export"), lambda: export(self.root, go_on=self._between), EXPORT_S),
+        ]
         if self.shared is not None:
-            due[self.give_back] = began
-            every[self.give_back] = CHECK_S
+            works.append((Work("usage-give-back"), self.give_back, CHECK_S))
+        # The export's first turn is one interval after the start.
+        due = [began + every if work.name == "usage-export" else began for work, _, every in works]
         while not self._closed.wait(SYNC_S):
-            self._sync()
-            for work, at in list(due.items()):
-                if time.monotonic() >= at:
-                    due[work] = time.monotonic() + every[work]
-                    # A busy database or a full disk: the next turn tries again.
-                    with contextlib.suppress(sqlite3.Error, OSError, ServiceError):
-                        work()
+            self._syncing.turn(self._sync)
+            for number, (work, call, every) in enumerate(works):
+                if time.monotonic() >= due[number]:
+                    due[number] = time.monotonic() + every
+                    work.turn(call)
+        for work, _, _ in works:
+            work.end()
 
     def _between(self) -> bool:
         """Make commits durable while rows are moved; say whether to go on."""
-        self._sync()
+        self._syncing.turn(self._sync)
         return not self._closed.is_set()
 
     def _sync(self) -> None:
         """Write the log's pages to the disk; SQLite itself does so at checkpoints alone."""
-        if self._dirty:
-            self._dirty = False
-            with contextlib.suppress(OSError):
-                file = os.open(f"{self.path}-wal", os.O_RDONLY)
-                try:
-                    os.fdatasync(file)
-                finally:
-                    os.close(file)
+        if not self._dirty:
+            return
+        self._dirty = False
+        try:
+            file = os.open(f"{self.path}-wal", os.O_RDONLY)
+            try:
+                os.fdatasync(file)
+            finally:
+                os.close(file)
+        except OSError:
+            self._dirty = True
+            raise
 
     def _close_dead(self) -> None:
         with closing(connect(self.path)) as connection:

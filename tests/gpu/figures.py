@@ -4,8 +4,9 @@
 
 Random weights in the shapes of test_one_gpu.py, bfloat16. `trainer`: forward and backward of full
 microbatches for one adapter and for four at once, and the share of what a large product reaches (8 operations
-a parameter and token, since layers are computed again; of experts, those that a token goes to). `engine`: 64 requests at once decode, each with an
-adapter of its own of rank 8; the first answer of a new adapter is timed, too. The servers take turns.
+a parameter and token, since layers are computed again; of experts, those that a token goes to). `engine`: 64
+requests decode at once, each with an adapter of its own of rank 8; the first answer of a new one is timed,
+too. The servers take turns.
 """
 
 import argparse

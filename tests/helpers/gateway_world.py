@@ -48,6 +48,12 @@ class Engine:
     async def forget(self, name): ...
 
 
+class AnyGrammar:
+    """Takes whatever constrains an answer: nothing is compiled here."""
+
+    async def check(self, constraints, tenant): ...
+
+
 class Server:
     """What stands behind the gateway: notes each body and answers like vLLM.
 
@@ -109,6 +115,7 @@ def make_world(tmp_path):
         "here",
         Meter(usage, 256, 4),
         GatewayConfig(),
+        AnyGrammar(),
     )
     app = SimpleNamespace(state=SimpleNamespace(graftwork=state))
 

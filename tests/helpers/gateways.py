@@ -23,6 +23,7 @@ from engine.serving.residency.residency import Residency
 from engine.settings.services import EngineConfig, GatewayConfig
 from engine.store.segments import Store
 from tests.helpers.api_answers import APIS, COMPLETIONS, Said, pieces, whole
+from tests.helpers.gateway_world import AnyGrammar
 
 MAX_MODEL_LEN = 256
 OWN = (
@@ -207,6 +208,7 @@ def open_world(
         "here",
         Meter(usage, MAX_MODEL_LEN, load_queue),
         settings or GatewayConfig(),
+        AnyGrammar(),  # type: ignore[arg-type]
         server.used,
     )
     if has_own:

@@ -8,6 +8,7 @@ import asyncio
 import socket
 import time
 from argparse import Namespace
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -28,6 +29,7 @@ from engine.metering.usage_log import UsageLog
 from engine.serving.gateway.api_errors import send_error
 from engine.serving.gateway.asgi import Refused
 from engine.serving.gateway.gateway import ASKED, GatewayState
+from engine.serving.gateway.grammar_trial import GrammarTrial
 from engine.serving.gateway.leaving import end_requests_first
 from engine.serving.gateway.membership import Membership
 from engine.serving.gateway.meter import Meter
@@ -44,6 +46,7 @@ from engine.serving.residency.vllm_engine import VllmEngine
 from engine.serving.vllm_plugin.plugin import vllm_version
 from engine.settings.params import load_params
 from engine.store.open import open_store
+from engine.work_metrics import WorkMetrics
 
 # Most policies that `/v1/models` lists: a catalog may have a million.
 MODELS = 1000
@@ -128,6 +131,7 @@ class GraftworkEndpoints:
             metrics=LoadMetrics(REGISTRY),
         )
         engine.watch(tier.take_report)
+        WorkMetrics(REGISTRY)
         shared = None if catalog.is_file else SharedBudgets(params.paths.catalog_url)
         max_model_len = engine_client.vllm_config.model_config.max_model_len
         name = f"{socket.gethostname()}:{params.engine.port}"
@@ -140,6 +144,7 @@ class GraftworkEndpoints:
             name=name,
             meter=meter,
             settings=params.gateway,
+            grammars=GrammarTrial(Path(engine_client.model_config.model)),
             counted=engine.used,
         )
         membership = Membership(catalog, name, params.url("engine"), settings["base"], settings["version"])

@@ -42,8 +42,10 @@ from engine.serving.gateway.asgi import (
     read_body,
     unless_left,
 )
+from engine.serving.gateway.constraints import constraints_of
 from engine.serving.gateway.exchange import Exchange, hash_unit
 from engine.serving.gateway.forwarding import Counted, ForwardedCall, forward, uncounted
+from engine.serving.gateway.grammar_trial import GrammarTrial
 from engine.serving.gateway.meter import Bill, Meter
 from engine.serving.gateway.request_fields import (
     check_fields,
@@ -88,6 +90,7 @@ class GatewayState:
     name: str
     meter: Meter
     settings: GatewayConfig
+    grammars: GrammarTrial
     counted: Counted = uncounted
     rated: RecentIds = field(default_factory=RecentIds)
 
@@ -219,6 +222,7 @@ class Gateway:
         model = body.get("model")
         if not model:
             raise Refused(400, "The request names no model.", "invalid_value", "model")
+        constraints = constraints_of(body, key)
         admit = partial(state.router.admit, model, unit or asked.id, purpose, key)
         target, admitted_at = await admit()
         exchange = Exchange(
@@ -235,6 +239,7 @@ class Gateway:
         bill = await state.meter.open(key, asked.tenant, metered(exchange, reserved))
         call = ForwardedCall.of(asked.id, asked.endpoint.path, body, bill.priority, state.counted, choices)
         try:
+            await state.grammars.check(constraints, key.owner)
             if not await self._answer(asked, exchange, admit, call, bill, body):
                 exchange.take_told(call)
                 exchange.as_attempt().record(state.spool, state.name)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.serving.gateway.asgi import Refused
+from engine.serving.gateway.constraints import own_field
 from engine.serving.gateway.message_text import plain_text, text_parts
 
 # Says what is wrong with a value, or None.
@@ -107,13 +108,14 @@ SAMPLING: Fields = {
     "truncate_prompt_tokens": whole(-1, MOST_TOKENS),
     "prompt_logprobs": whole(0, 20),
     "max_tokens": whole(1, MOST_TOKENS),
+    "structured_outputs": own_field,
     "stop": strings(16),
     "bad_words": strings(128),
     **named(short(128), "stop_token_ids", "logprob_token_ids"),
     **named(short(4096), "logit_bias", "allowed_token_ids"),
     **named(
         anything, "frequency_penalty", "presence_penalty", "repetition_penalty", "seed", "stream",
-        "temperature", "top_p", "top_k", "min_p", "response_format", "structured_outputs",
+        "temperature", "top_p", "top_k", "min_p", "response_format",
         "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
         "truncation_side", "add_special_tokens", "return_token_ids", "return_tokens_as_token_ids",
     ),
@@ -143,7 +145,7 @@ COMPLETION: Fields = {
 }
 RESPONSES: Fields = {
     **{name: SAMPLING[name] for name in ("model", "user", "stop_token_ids", "logit_bias")},
-    "stop": SAMPLING["stop"],
+    **{name: SAMPLING[name] for name in ("stop", "structured_outputs")},
     "input": plain_text,
     "tools": function_tools,
     "chat_template_kwargs": short(16),
@@ -155,7 +157,7 @@ RESPONSES: Fields = {
     **named(
         anything, "frequency_penalty", "ignore_eos", "include_reasoning", "include_stop_str_in_output",
         "instructions", "min_p", "parallel_tool_calls", "presence_penalty", "reasoning",
-        "repetition_penalty", "seed", "skip_special_tokens", "stream", "structured_outputs", "temperature",
+        "repetition_penalty", "seed", "skip_special_tokens", "stream", "temperature",
         "text", "tool_choice", "top_k", "top_p", "truncation",
     ),
 }  # fmt: skip

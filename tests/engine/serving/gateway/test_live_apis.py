@@ -19,6 +19,7 @@ from engine.catalog.catalog import Policy
 from engine.serving.gateway.route_table import ROUTES
 from tests.helpers.access_matrix import ROLE_SETS, Names, gateway_faults
 from tests.helpers.live import RunningEngine, eventually
+from tests.helpers.slow_schemas import slow_schema
 
 TURNS = [{"role": "user", "content": "What is 3 + 4?"}]
 BODIES = {
@@ -106,7 +107,9 @@ def test_every_api_tells_its_end_and_who_leaves_pays(
 ):
     length = {name: 1 for name in BODIES[path] if "tokens" in name}
     bill = {"usage": {"input_tokens": -(10**9), "output_tokens": 0}}
-    with httpx.Client(base_url=engine.url, headers={"authorization": f"Bearer {tenant}"}) as client:
+    headers = {"authorization": f"Bearer {tenant}"}
+    # The first schema that has to be tried waits for a process.
+    with httpx.Client(base_url=engine.url, headers=headers, timeout=120) as client:
         body = {"model": policy, **BODIES[path], **length}
         for is_stream in (False, True):
             said = client.post(path, json=body | {"stream": is_stream})
@@ -166,6 +169,36 @@ def test_openais_client(engine: RunningEngine, policy: str, tenant: str):
         client.completions.create(model=policy, prompt="1", extra_body={"cache_salt": "theirs"})
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0).models.list()
+
+
+SLOW_FORMATS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"structured_outputs": {"json": slow_schema()}},
+    "/v1/chat/completions": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": slow_schema()}}
+    },
+    "/v1/responses": {"text": {"format": {"type": "json_schema", "name": "n", "schema": slow_schema()}}},
+    "/v1/messages": {"output_config": {"format": {"type": "json_schema", "schema": slow_schema()}}},
+}
+
+
+async def test_no_constraint_holds_the_engine(engine: RunningEngine, policy: str, tenant: str):
+    """A pattern that compiles for seconds is refused by each API, and others are answered meanwhile."""
+    headers = {"authorization": f"Bearer {tenant}"}
+    async with httpx.AsyncClient(base_url=engine.url, headers=headers, timeout=120) as client:
+
+        async def post(path: str, **more: Any) -> httpx.Response:
+            return await client.post(path, json={"model": policy, **BODIES[path], **more})
+
+        slow = [asyncio.create_task(post(path, **more)) for path, more in SLOW_FORMATS.items()]
+        assert (await post("/v1/completions")).status_code == 200
+        assert not all(task.done() for task in slow)
+        for answer in await asyncio.gather(*slow):
+            assert answer.status_code == 400, answer.text
+            assert "CPU time" in answer.text
+        own = {"grammar": 'root ::= "a"'}
+        assert (await post("/v1/completions", structured_outputs=own)).status_code == 403
+        fine = await post("/v1/completions", structured_outputs={"choice": ["12", "34"]}, ignore_eos=False)
+        assert fine.json()["choices"][0]["text"] in ("12", "34")
 
 
 def test_anthropics_client(engine: RunningEngine, policy: str, tenant: str):
