@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from engine.clients.http import ServiceClient
+from engine.clients.http import ServiceClient, body_of
 from engine.errors import NotFound, ServiceError
 
 POLL_S = 0.25
@@ -47,11 +47,11 @@ class ControllerClient(ServiceClient):
 
     def release(self, release_id: str) -> Row:
         """Return a release's row and the evidence collected so far."""
-        return dict(self._ask("GET", f"/releases/{release_id}"))
+        return self._ask("GET", f"/releases/{release_id}")
 
     def running_release(self, policy: str) -> Row:
         """Return the policy's running release. Raises `NotFound` when none is running."""
-        for release in self._ask("GET", "/releases", params={"policy": policy}):
+        for release in self._ask_list("GET", "/releases", params={"policy": policy}):
             if release["state"] == "running":
                 return dict(release)
         raise NotFound(f"No release of {policy!r} is running.")
@@ -158,9 +158,9 @@ class ControllerClient(ServiceClient):
 
     def alarms(self) -> list[str]:
         """Return the controller's alarms; an empty list when it does not answer, or refuses the key."""
-        with suppress(httpx.HTTPError, ValueError, KeyError):
-            return list(self.http.get("/status").json()["alarms"])
+        with suppress(httpx.HTTPError):
+            return [str(alarm) for alarm in body_of(self.http.get("/status")).get("alarms") or ()]
         return []
 
     def _post(self, path: str, **body: Any) -> Row:
-        return dict(self._ask("POST", path, json=body))
+        return self._ask("POST", path, json=body)

@@ -27,7 +27,7 @@ class EngineClient(ServiceClient):
         Raises `ServiceError` when the engine runs without our plugin.
         """
         try:
-            return dict(self._ask("GET", "/graftwork/marker"))
+            return self._ask("GET", "/graftwork/marker")
         except NotFound:
             raise ServiceError(
                 "The engine runs without Graftwork's plugin. Install the project with `pip install -e .`."
@@ -35,7 +35,7 @@ class EngineClient(ServiceClient):
 
     def residency(self) -> dict[str, Any]:
         """Return tiers, load queue and each resident adapter; sizes in bytes, times in seconds."""
-        return dict(self._ask("GET", "/graftwork/residency"))
+        return self._ask("GET", "/graftwork/residency")
 
     def logprobs(self, model: str, tokens: Sequence[int]) -> list[float]:
         """Return the log-probability (nats) of each of T token ids but the first: T - 1 values.
@@ -89,7 +89,7 @@ class EngineClient(ServiceClient):
         def ask() -> dict[str, Any]:
             response = self.http.post(path, json=body)
             if response.is_success:
-                return dict(response.json())
+                return self._told(response)
             kind, said = of_status(response.status_code), response.text[:SHOWN]
             if issubclass(kind, ServiceError):
                 raise kind(f"The engine answered {response.status_code}: {said}")

@@ -60,9 +60,17 @@ class ServiceClient:
             return self.http.get(path).status_code == 200
         return False
 
-    def _ask(self, method: str, path: str, **given: Any) -> Any:
-        """Send a request, with retries; return the answer's JSON."""
-        return self._patiently(lambda: self._told(self.http.request(method, path, **given)))
+    def _ask(self, method: str, path: str, **given: Any) -> dict[str, Any]:
+        """Send a request, with retries; return the answer's JSON object."""
+        found: dict[str, Any] = self._patiently(lambda: self._told(self.http.request(method, path, **given)))
+        return found
+
+    def _ask_list(self, method: str, path: str, **given: Any) -> list[dict[str, Any]]:
+        """Send a request, with retries; return the objects of the answer's JSON array."""
+        found: list[dict[str, Any]] = self._patiently(
+            lambda: self._told(self.http.request(method, path, **given), list)
+        )
+        return found
 
     def _patiently(
         self, call: Callable[[], Answer], *also: type[Exception], patience_s: float | None = None
@@ -86,20 +94,31 @@ class ServiceClient:
                 "`graftwork status`; start it with `graftwork up`."
             ) from None
 
-    def _told(self, response: httpx.Response) -> Any:
-        if response.is_success:
-            return response.json()
-        raise self._fault(response)
+    def _told(self, response: httpx.Response, kind: type[Any] = dict) -> Any:
+        """Return a successful answer's JSON; whoever stands between may have answered instead."""
+        if not response.is_success:
+            raise self._fault(response)
+        with suppress(ValueError):
+            if isinstance(told := response.json(), kind):
+                return told
+        raise ServiceError(
+            f"The {self.name} at {self.url} answered {response.status_code} with what it never says: "
+            f"{response.text[:SHOWN]!r}. Check what is at this address."
+        )
 
     def _fault(self, response: httpx.Response) -> GraftworkError:
         """Return the error for an unsuccessful answer, with the service's own message if it has one."""
         said = body_of(response).get("error")
         words = said.get("message") if isinstance(said, dict) else said
+        words = words if isinstance(words, str) else ""
         otherwise = f"The {self.name} answered {response.status_code}: {response.text[:SHOWN]}"
         return of_status(response.status_code)(words or otherwise)
 
 
 def body_of(response: httpx.Response) -> dict[str, Any]:
     """Return an answer's JSON object; an empty one when the answer is not JSON."""
-    is_json = response.headers.get("content-type", "").startswith("application/json")
-    return dict(response.json()) if is_json else {}
+    if response.headers.get("content-type", "").startswith("application/json"):
+        with suppress(ValueError):
+            told = response.json()
+            return told if isinstance(told, dict) else {}
+    return {}

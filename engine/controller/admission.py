@@ -1,7 +1,8 @@
 """Who calls the controller, and what the caller may do.
 
 Every path but `OPEN_PATHS` needs a credential: an admin key of the catalog, or the controller's own, which
-reads and delivers notices; for `METRICS` a key with that role is enough. A browser logs in with one of them
+reads and delivers notices; for `METRICS` a key with that role is enough, and for `EVENTS` the credential that
+processes elsewhere hold. A browser logs in with one of them
 as its password (basic authentication). It then sends the password with every request, also from other pages,
 so a password only reads.
 """
@@ -29,6 +30,7 @@ SAFE_METHODS = ("GET", "HEAD")
 WEBHOOK = "/mlflow/webhook"
 OPEN_PATHS = (HEALTH, WEBHOOK)
 METRICS = "/metrics"
+EVENTS = "/events/"
 NEEDED = "This call needs the header `Authorization: Bearer KEY` with a valid admin key."
 CHALLENGE = 'Basic realm="Graftwork (user graftwork, password by graftwork login)"'
 SMALL_BODY = 1 << 16
@@ -57,9 +59,9 @@ class Operator:
 class CredentialRequired:
     """Let a known caller in, before its body is read; answer anyone else 401."""
 
-    def __init__(self, app: ASGIApp, catalog: Catalog, own: str):
-        """`own` is the controller's own credential."""
-        self.app, self.catalog, self.own = app, catalog, own
+    def __init__(self, app: ASGIApp, catalog: Catalog, own: str, events: str):
+        """`own` is the controller's own credential, `events` the one that only delivers events."""
+        self.app, self.catalog, self.own, self.events = app, catalog, own, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on with its caller in the state."""
@@ -84,6 +86,8 @@ class CredentialRequired:
         given = given.strip()
         if same(given, self.own):
             return Operator("controller", is_admin=False)
+        if same(given, self.events):
+            return Operator("events", is_admin=False) if path.startswith(EVENTS) else None
         key = self.catalog.keys.find(given)
         roles = ("admin", "metrics") if path == METRICS else ("admin",)
         return Operator(key.owner, key.may("admin")) if key and key.may(*roles) else None

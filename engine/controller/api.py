@@ -121,8 +121,8 @@ class RestoreBody(HoldBody):
 def build_app(controller: Controller, mirror: AliasMirror) -> FastAPI:
     """Return the app of a running controller."""
     app = FastAPI(title="Graftwork controller", docs_url=None, redoc_url=None, openapi_url=None)
-    own = credential(controller.params.paths, "controller")
-    app.add_middleware(CredentialRequired, catalog=controller.catalog, own=own)
+    own, events = (credential(controller.params.paths, name) for name in ("controller", "events"))
+    app.add_middleware(CredentialRequired, catalog=controller.catalog, own=own, events=events)
     app.add_exception_handler(GraftworkError, _answer_fault)
     app.add_exception_handler(RequestValidationError, _answer_bad_body)
     _add_reading(app, controller, mirror)

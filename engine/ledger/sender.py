@@ -22,6 +22,8 @@ from engine.settings.params import Params
 MOST_PAUSE_S = 5.0
 # What the controller takes in one call: a file of the spool and its last event.
 MOST_BYTES = 2 << 20
+# In the spool's directory: what the controller would never take.
+UNDELIVERABLE = "undeliverable"
 # Files in a controller's spool that came from another machine.
 SENT = "sent-"
 log = logging.getLogger("graftwork.events")
@@ -31,9 +33,9 @@ def open_spool(params: Params, writer: str) -> Spool:
     """Open a writer's spool, whose files are sent if the controller is elsewhere (`controller.at`)."""
     if params.controller.at is None:
         return Spool(params.paths.spool, writer)
-    client = ControllerClient(
-        params.controller.at, known_credential(params.paths, "controller"), patience_s=0
-    )
+    # Installations of before have the controller's own, which reads, too.
+    key = known_credential(params.paths, "events") or known_credential(params.paths, "controller")
+    client = ControllerClient(params.controller.at, key, patience_s=0)
     return Spool(params.paths.spool, writer, EventSender(params.paths.spool, client).send)
 
 
@@ -47,7 +49,8 @@ class EventSender:
     def send(self) -> int:
         """Send every ready file and return how many were acknowledged.
 
-        Never raises: what stays is sent later, with growing pauses; each new fault is logged once.
+        What stays is sent later, with growing pauses; each new fault is logged once. A file that the
+        controller would never take is set aside, so that it keeps nothing else back.
         """
         if time.monotonic() < self._not_before:
             return 0
@@ -73,10 +76,31 @@ class EventSender:
             lines = b"".join(read_lines(path))
         except FileNotFoundError:
             return False
-        if lines:
-            self._client.deliver(path.stem, lines)
+        parts = parts_of(lines)
+        if any(len(part) > MOST_BYTES for part in parts):
+            aside = self._root / UNDELIVERABLE
+            aside.mkdir(mode=0o700, exist_ok=True)
+            path.rename(aside / path.name)
+            log.error(
+                "%s is set aside in %s: an event in it has over %d bytes.", path.name, aside, MOST_BYTES
+            )
+            return False
+        for number, part in enumerate(parts):
+            # The first part has the file's own name, as every file of a usual size.
+            self._client.deliver(f"{path.stem}-{number}" if number else path.stem, part)
         path.unlink(missing_ok=True)
         return True
+
+
+def parts_of(lines: bytes, most: int = MOST_BYTES) -> list[bytes]:
+    """Return lines in parts of at most `most` bytes; a longer line is a part of its own."""
+    parts: list[bytes] = []
+    for line in lines.splitlines(keepends=True):
+        if parts and len(parts[-1]) + len(line) <= most:
+            parts[-1] += line
+        else:
+            parts.append(line)
+    return parts
 
 
 @contextmanager

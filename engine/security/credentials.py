@@ -9,8 +9,9 @@ import os
 from engine.files import write_once
 from engine.settings.params import Paths
 
-# `mlflow-session` signs the sessions of MLflow's pages; every other one is a service's key or password.
-NAMES = ("trainer", "controller", "mlflow", "mlflow-session", "prefect")
+# `mlflow-session` signs the sessions of MLflow's pages, with `events` a process elsewhere delivers events to
+# the controller; every other one is a service's key or password.
+NAMES = ("trainer", "controller", "events", "mlflow", "mlflow-session", "prefect")
 # Whom MLflow and Prefect log in, and a browser that opens the controller's page.
 USER = "graftwork"
 # With these a process logs in to MLflow and Prefect. Engine, trainer and verifiers start without them.

@@ -233,7 +233,7 @@ def cluster(given: Params, beside: Path) -> Iterator[Cluster]:
         home = settings_of(root / "controller", given, shared | {"controller": {"port": port}})
         os.environ.update(lifecycle.environment(home))
         base = ensure_base(home.base, home.paths)
-        secret = credential(home.paths, "controller")
+        secret = credential(home.paths, "events")
         variables = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
         controller = Host("controller", home, ("-m", "engine.controller"), variables)
         engines = []
@@ -248,7 +248,7 @@ def cluster(given: Params, beside: Path) -> Iterator[Cluster]:
             }  # fmt: skip
             params = settings_of(root / f"engine-{number}", given, sections)
             params.paths.credentials.mkdir(mode=0o700)
-            (params.paths.credentials / "controller").write_text(secret)
+            (params.paths.credentials / "events").write_text(secret)
             engines.append(
                 Host(
                     f"engine-{number}", params, ("-m", "engine.serving.server"),

@@ -66,7 +66,7 @@ class TrainerClient(ServiceClient):
 
     def health(self) -> dict[str, Any]:
         """Return the trainer's base digest, pid, sessions and queue state."""
-        return dict(self._ask("GET", "/status"))
+        return self._ask("GET", "/status")
 
     def create_session(self, session: str, policy: str, **settings: Any) -> SessionInfo:
         """Open or continue a session; the fields are those of `protocol.CreateSession`."""

@@ -710,6 +710,9 @@ def test_nobody_is_answered_without_a_credential(
     answer = stranger.request(method, path, headers={"authorization": f"Bearer {own}"}, **body)
     # What the credential may not do is refused whatever the body.
     assert (answer.status_code in (400, 401)) == (not may), answer.text
+    # An engine's pod delivers events, and reads nothing.
+    pods = {"authorization": f"Bearer {credential(controller.params.paths, 'events')}"}
+    assert (stranger.request(method, path, headers=pods, **body).status_code == 401) == (path != "/events/f1")
     assert web.request(method, path, **body).status_code != 401
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from engine.clients.controller import ControllerClient
 from engine.ledger.ledger import Ledger
-from engine.ledger.sender import SENT, EventSender, open_spool
+from engine.ledger.sender import MOST_BYTES, SENT, UNDELIVERABLE, EventSender, open_spool
 from engine.ledger.spool import Spool
 from engine.security.credentials import credential
 from engine.settings.params import Params, load_params
@@ -46,9 +46,9 @@ class OtherMachine:
         self.file.write_text(f"state_dir: {self.state}\ncontroller: {{port: {self.port}}}\n")
         self.away_file.write_text(f"state_dir: {self.away}\ncontroller: {{at: '{at}'}}\n")
         self.params, self.away_params = load_params(self.file), load_params(self.away_file)
-        secret = credential(self.params.paths, "controller")
+        secret = credential(self.params.paths, "events")
         self.away_params.paths.credentials.mkdir(parents=True)
-        (self.away_params.paths.credentials / "controller").write_text(secret)
+        (self.away_params.paths.credentials / "events").write_text(secret)
         self.url, self.secret = at, secret
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -122,10 +122,13 @@ class Recorder:
     def __init__(self) -> None:
         self.taken: list[tuple[str, bytes]] = []
         self.is_down = False
+        self.instead: httpx.Response | None = None
 
     def handle(self, request: httpx.Request) -> httpx.Response:
         if self.is_down:
             raise httpx.ConnectError("down")
+        if self.instead is not None:
+            return self.instead
         self.taken.append((request.url.path.rpartition("/")[2], request.read()))
         return httpx.Response(200, json={})
 
@@ -183,6 +186,34 @@ def test_what_others_sent_is_not_sent_on(tmp_path: Path, sender: EventSender, re
     (tmp_path / "spool" / f"{SENT}x.jsonl").write_text("{}\n")
     assert sender.send() == 1
     assert (tmp_path / "spool" / f"{SENT}x.jsonl").is_file()
+
+
+def test_a_large_file_goes_in_parts_and_what_is_never_taken_is_set_aside(
+    tmp_path: Path, sender: EventSender, recorder: Recorder
+) -> None:
+    spool = filled(tmp_path)
+    lines = [b"x" * (MOST_BYTES // 3) + b"%d\n" % number for number in range(7)]
+    (spool.root / "a.jsonl").write_bytes(b"".join(lines))
+    (spool.root / "b.jsonl").write_bytes(b"y" * MOST_BYTES + b"\n")
+    assert sender.send() == 2
+    taken = dict(recorder.taken)
+    assert [name for name in taken if name.startswith("a")] == ["a", "a-1", "a-2", "a-3"]
+    assert b"".join(taken[name] for name in ("a", "a-1", "a-2", "a-3")) == b"".join(lines)
+    assert max(map(len, taken.values())) <= MOST_BYTES
+    assert [path.name for path in (spool.root / UNDELIVERABLE).iterdir()] == ["b.jsonl"]
+    # It keeps nothing back.
+    filled(tmp_path)
+    assert sender.send() == 1
+
+
+@pytest.mark.parametrize(("status", "body"), [(502, b"null"), (502, b"[]"), (200, b"null"), (200, b"<html>")])
+def test_whatever_a_proxy_says_events_stay(
+    tmp_path: Path, sender: EventSender, recorder: Recorder, status: int, body: bytes
+) -> None:
+    filled(tmp_path)
+    recorder.instead = httpx.Response(status, content=body, headers={"content-type": "application/json"})
+    assert sender.send() == 0
+    assert len(list((tmp_path / "spool").glob("*.jsonl"))) == 1
 
 
 def test_a_torn_line_is_not_sent(tmp_path: Path, sender: EventSender, recorder: Recorder) -> None:
