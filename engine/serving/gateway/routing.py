@@ -219,7 +219,8 @@ class Router:
 
         A release's revision is among them from its approval on, so that users meet a warm canary.
 
-        Its size grows with the running releases, not with the routes. While the catalog is unreadable it
+        Revisions of another base are not: other engines serve them. Its size grows with the running releases,
+        not with the routes. While the catalog is unreadable it
         returns the last known set.
         """
         try:
@@ -241,8 +242,18 @@ class Router:
             # Before its approval only probe and scorer use a candidate, and they can wait.
             candidate = release.revision if release.step in WARM_STEPS else None
             digests = (route.canary, candidate, route.champion, release.baseline)
-            found |= {(release.policy, digest) for digest in digests if digest}
+            found |= {(release.policy, one) for one in digests if one and self._is_ours(release.policy, one)}
         return frozenset(found)
+
+    def _is_ours(self, policy: str, digest: str) -> bool:
+        """Return whether a revision is not known to be of another base, which other engines serve."""
+        try:
+            self._revision(policy, digest)
+        except AdapterError:
+            return False
+        except NotFound:
+            pass
+        return True
 
     def _look(self) -> None:
         """Check for changes in the catalog. Takes microseconds, so every request does it."""

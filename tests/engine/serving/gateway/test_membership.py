@@ -92,16 +92,30 @@ def test_what_is_loaded_is_told_at_once(catalog: Catalog, monkeypatch: pytest.Mo
     one.leave()
 
 
-def test_an_unreadable_catalog_makes_it_unready(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_catalog_takes_no_engine_that_was_ready_from_its_users(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [0.0]
     router = Router(catalog, "tiny", "base", clock=lambda: now[0])
-    one = membership(catalog)
-    one.beat()
-    assert one.why_not_ready(router, list) is None
+    old, new = membership(catalog), membership(catalog)
+    old.beat()
+    assert old.why_not_ready(router, list) is None
 
     def unreadable() -> int:
         raise ServiceError("gone")
 
     monkeypatch.setattr(catalog.changes, "version", unreadable)
-    now[0] = 5.0
-    assert one.why_not_ready(router, list) == "catalog"
+    now[0] = 20.0
+    assert old.why_not_ready(router, list) is None
+    # One that starts now knows neither routes nor keys.
+    assert new.why_not_ready(router, list) == "catalog"
+
+
+def test_nobody_waits_for_ever_for_what_cannot_be_loaded(catalog: Catalog, router: Router) -> None:
+    now = [0.0]
+    one = Membership(catalog, "here:8460", "http://here:8460", "base", "1", clock=lambda: now[0])
+    one.beat()
+    now[0] = 119.0
+    assert one.why_not_ready(router, lambda: ["sorting@aa"]) == "loading"
+    now[0] = 121.0
+    assert one.why_not_ready(router, lambda: ["sorting@aa"]) is None

@@ -364,6 +364,20 @@ def test_what_is_under_release_is_named_and_nothing_else(catalog):
     assert router.under_release() == frozenset()
 
 
+def test_what_is_under_release_is_of_this_base(catalog):
+    catalog.policies.add(Policy("other", "large", {}, "me", 0.0))
+    row = Revision(
+        "other", "c" * 64, "large", None, 1, 8, 10, "layout", "s", 0, 10, "cc", "exported", "me", 0.0
+    )
+    catalog.revisions.add_many([row])
+    settings = ReleaseConfig().model_dump()
+    catalog.releases.add(
+        Release("r1", "other", "c" * 64, None, "approval", 0.2, "running", settings, 0.0, 0.0)
+    )
+    assert Router(catalog, "tiny", "base").under_release() == frozenset()
+    assert Router(catalog, "large", "large").under_release() == {("other", "c" * 64)}
+
+
 def test_what_has_changed_is_told_once(catalog):
     router = Router(catalog, "tiny", "base")
     router.take_changed()
