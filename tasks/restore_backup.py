@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.backup.manifest import PART, BackupManifest, StoredFile, find, missing_parts, read
+from engine.backup.manifest import FOLDERS, PART, BackupManifest, StoredFile, find, missing_parts, read
 from engine.backup.place import BackupPlace
 from engine.catalog.catalog import Catalog, migrate
 from engine.catalog.copying import copy_catalog, require_empty
@@ -76,7 +76,7 @@ def restore_backup(
         )
     with _draft_of(state_dir, f"{place.address}/{name}", manifest) as (draft, goes_on):
         done = _Progress(sum(file.size for file in manifest.files), on_bytes)
-        files = {kind: _of_kind(manifest, kind) for kind in ("state", "store", "suites")}
+        files = {kind: _of_kind(manifest, kind) for kind in FOLDERS}
         _refuse_other_suites(params, files["suites"])
         if params.catalog.url and not goes_on:
             require_empty(params.catalog.url)

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from engine.backup.place import MANIFESTS, BackupPlace
@@ -17,6 +18,8 @@ FORMAT = 1
 # Bytes of a part; the last one of a file may be shorter.
 PART = 32 << 20
 DIGEST16 = 16
+# Where a backup's files belong to, by the first part of their names.
+FOLDERS = ("state", "store", "suites")
 
 
 class StoredFile(NamedTuple):
@@ -61,7 +64,7 @@ def read(place: BackupPlace, name: str) -> BackupManifest:
     """Return a backup's manifest.
 
     Raises `DamagedBytes` when its text is not the one that was written, `ConfigError` when this version does
-    not know its format.
+    not know its format, or when it names a file that a restore would write elsewhere.
     """
     text = place.read(f"{MANIFESTS}/{name}")
     if not name.endswith(f"-{checksum_of(text)[:DIGEST16]}.json"):
@@ -76,7 +79,20 @@ def read(place: BackupPlace, name: str) -> BackupManifest:
             "Restore it with the version of Graftwork that made it, or a newer one."
         )
     files = tuple(StoredFile(path, size, tuple(parts)) for path, size, parts in found.pop("files"))
+    for file in files:
+        if not _is_inside(file.name):
+            raise ConfigError(
+                f"The backup {name} names the file {file.name!r}, which no backup of Graftwork has: somebody "
+                "else wrote it. Nothing was restored."
+            )
     return BackupManifest(**found, files=files)
+
+
+def _is_inside(name: str) -> bool:
+    """Return whether a name is a file's in one of the folders, and in no other place."""
+    path = PurePosixPath(name)
+    is_plain = str(path) == name and ".." not in path.parts and "\0" not in name
+    return is_plain and len(path.parts) > 1 and path.parts[0] in FOLDERS
 
 
 def find(address: str) -> tuple[BackupPlace, str]:

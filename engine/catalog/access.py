@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, Select, Table
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import DatabaseError, OperationalError
+from sqlalchemy.exc import DatabaseError, InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from engine.catalog import database as databases
@@ -23,6 +23,8 @@ from engine.errors import ConfigError, NotFound, ServiceError
 # Back-off: after a failed connection that took SILENT_S or longer, a thread does not connect again for
 # SILENT_TIMES that time, at most SILENT_MOST_S. A gateway connects on the event loop of all its streams.
 SILENT_S, SILENT_TIMES, SILENT_MOST_S = 0.5, 5.0, 15.0
+# A server that takes no writes is an `InternalError`; what breaks a constraint or is no SQL is the caller's.
+WRITE_ERRORS = (OperationalError, InternalError, InterfaceError, PoolTimeout)
 Row = TypeVar("Row")
 
 
@@ -85,12 +87,16 @@ class Access:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """Open a write transaction; `ServiceError` when the disk is full or the lock is not free in time."""
+        """Open a write transaction.
+
+        Raises `ServiceError` when the disk is full, the lock is not free in time or the server only reads.
+        """
         try:
             with self._writer.begin() as connection:
                 yield connection
-        except OperationalError as error:
-            raise ServiceError(f"The catalog {self.label} cannot be written: {error.orig}.") from error
+        except WRITE_ERRORS as error:
+            cause = getattr(error, "orig", error)
+            raise ServiceError(f"The catalog {self.label} cannot be written: {cause}.") from error
 
     @contextmanager
     def read(self, engine: Engine | None = None) -> Iterator[Connection]:
@@ -99,7 +105,7 @@ class Access:
         try:
             with (engine or self.engine).connect() as connection:
                 yield connection
-        except (DatabaseError, PoolTimeout) as error:
+        except (DatabaseError, InterfaceError, PoolTimeout) as error:
             self._note_silence(error, began)
             cause = getattr(error, "orig", error)
             raise ServiceError(f"The catalog {self.label} cannot be read: {cause}.") from error

@@ -5,7 +5,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event
+from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
@@ -13,6 +13,9 @@ from engine.errors import ConfigError
 
 BUSY_TIMEOUT_MS = 15_000
 STATEMENT_TIMEOUT_MS = 120_000
+# A machine that is frozen within a transaction holds the writers' lock so long, and no longer: its kernel, or
+# nobody, answers the server. Shorter than others wait for the lock.
+IDLE_TIMEOUT_MS = 10_000
 # For a Postgres server that does not answer: seconds until connecting fails (2 is the least), milliseconds
 # until unacknowledged bytes fail, and seconds of silence before a keepalive.
 PATIENCE = {
@@ -21,6 +24,8 @@ PATIENCE = {
     "keepalives_idle": 5,
     "keepalives_interval": 2,
     "keepalives_count": 3,
+    # Of several servers the one that takes writes; after a failover the old one takes none.
+    "target_session_attrs": "read-write",
 }
 CACHE_KIB = 64 << 10
 # Random digests touch a page each, so checkpoints are larger than by default. During 10^6 inserts the log
@@ -89,11 +94,18 @@ def _open_sqlite(address: URL) -> Engine:
 
 
 def _open_postgres(address: URL) -> Engine:
-    limits = f"-c lock_timeout={BUSY_TIMEOUT_MS} -c statement_timeout={STATEMENT_TIMEOUT_MS}"
+    limits = (
+        f"-c lock_timeout={BUSY_TIMEOUT_MS} -c statement_timeout={STATEMENT_TIMEOUT_MS} "
+        f"-c idle_in_transaction_session_timeout={IDLE_TIMEOUT_MS} -c tcp_keepalives_idle=5 "
+        "-c tcp_keepalives_interval=2 -c tcp_keepalives_count=3 -c tcp_user_timeout=10000"
+    )
     try:
         # Ping before each use, for one round trip: after a restart of the server all pooled connections are
         # dead, and each would fail a request.
-        engine = create_engine(address, pool_pre_ping=True, connect_args={**PATIENCE, "options": limits})
+        given = {name: value for name, value in PATIENCE.items() if name not in address.query}
+        engine = create_engine(address, pool_pre_ping=True, connect_args={**given, "options": limits})
+        from psycopg.errors import ReadOnlySqlTransaction
+
         from engine.catalog.postgres_timeouts import TimeoutConnection
     except ModuleNotFoundError:
         raise ConfigError(
@@ -103,6 +115,12 @@ def _open_postgres(address: URL) -> Engine:
     @event.listens_for(engine, "do_connect")
     def _on_connect(_dialect: object, _record: object, args: list[Any], options: dict[str, Any]) -> object:
         return TimeoutConnection.connect(*args, **options)
+
+    @event.listens_for(engine, "handle_error")
+    def _on_error(context: ExceptionContext) -> None:
+        # The server was demoted: no connection to it is of use any more.
+        if isinstance(context.original_exception, ReadOnlySqlTransaction):
+            context.is_disconnect = True
 
     @event.listens_for(engine, "begin")
     def _on_begin(connection: Connection) -> None:

@@ -9,6 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from engine.errors import ConfigError
+
 BUSY_TIMEOUT_MS = 5000
 DAY, MONTH = "day", "month"
 # Days for which counters are kept: a month and its last requests.
@@ -138,7 +140,10 @@ def remaining_s(at: float, period: str) -> float:
 
 
 def create(path: Path) -> None:
-    """Create the database or migrate it to the newest schema; readable by its owner alone."""
+    """Create the database or migrate it to the newest schema; readable by its owner alone.
+
+    Raises `ConfigError` for one that a newer version has written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not path.exists():
         path.touch(mode=0o600)
@@ -146,6 +151,11 @@ def create(path: Path) -> None:
         connection.execute("PRAGMA journal_mode=WAL")
         with writing(connection):
             (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if version > len(SCHEMA):
+                raise ConfigError(
+                    f"{path} has schema {version}, and this version of Graftwork knows {len(SCHEMA)}. "
+                    "Use the newer version, or set another state_dir."
+                )
             for script in SCHEMA[version:]:
                 for statement in filter(str.strip, script.split(";")):
                     connection.execute(statement)

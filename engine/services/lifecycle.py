@@ -80,8 +80,8 @@ def services(params: Params) -> tuple[Service, ...]:
 def every_service(params: Params) -> tuple[Service, ...]:
     """Return the services of an installation, wherever they run, in the order in which they start."""
     paths = params.paths
-    backend = params.mlflow.backend or f"sqlite:///{paths.mlflow_db}"
-    mlflow = ("-m", "mlflow", "server", "--backend-store-uri", backend, "--serve-artifacts", "--workers", "1",
+    # Where its database is stands in its environment: a URL may hold a password.
+    mlflow = ("-m", "mlflow", "server", "--serve-artifacts", "--workers", "1",
               "--artifacts-destination", str(paths.mlartifacts), *mlflow_options(params.mlflow))  # fmt: skip
     worker = ("-m", "prefect", "worker", "start", "--type", "process", "--pool", params.prefect.work_pool)
     ours = ("--params", str(paths.root / "params.json"))

@@ -24,7 +24,7 @@ def own_environments(params: Params, names: Collection[str]) -> dict[str, dict[s
     create_credentials(paths)
     found = {}
     if "mlflow" in names:
-        found["mlflow"] = _mlflow(paths)
+        found["mlflow"] = _mlflow(params)
     if "prefect" in names:
         found["prefect"] = _prefect(paths, params.prefect)
     if "worker" in names:
@@ -32,11 +32,13 @@ def own_environments(params: Params, names: Collection[str]) -> dict[str, dict[s
     return found
 
 
-def _mlflow(paths: Paths) -> dict[str, str]:
+def _mlflow(params: Params) -> dict[str, str]:
+    paths = params.paths
     session = credential(paths, "mlflow-session")
     settings = paths.root / "mlflow-logins.ini"
     write_whole(settings, MLFLOW_LOGINS.format(database=paths.mlflow_logins), mode=0o600)
     return {
+        "MLFLOW_BACKEND_STORE_URI": params.mlflow.backend or f"sqlite:///{paths.mlflow_db}",
         "MLFLOW_AUTH_CONFIG_PATH": str(settings),
         "MLFLOW_AUTH_ADMIN_USERNAME": USER,
         "MLFLOW_AUTH_ADMIN_PASSWORD": credential(paths, "mlflow"),

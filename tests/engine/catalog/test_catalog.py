@@ -42,7 +42,7 @@ from engine.catalog.postgres_timeouts import TimeoutConnection
 from engine.catalog.tables import layouts, metadata
 from engine.errors import AdapterError, ConfigError, Conflict, NotFound, ServiceError
 from engine.settings.params import Paths
-from tests.helpers.postgres import fresh_database
+from tests.helpers.postgres import copied_catalog, fresh_database
 from tests.helpers.rows import make_release, make_revision
 
 spawn = multiprocessing.get_context("spawn")
@@ -538,6 +538,55 @@ def test_a_loop_does_not_wait_for_a_server_that_stands_still(
             assert catalog.policies.page() == []
         finally:
             os.kill(pid, signal.SIGCONT)
+
+
+FROZEN = """
+import sys, time
+from engine.catalog import database
+from engine.catalog.catalog import Catalog
+
+database.IDLE_TIMEOUT_MS = 1000
+with Catalog(sys.argv[1]).access.write() as connection:
+    connection.exec_driver_sql("SELECT 1")
+    print("holds the lock", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_frozen_machine_does_not_hold_the_writers_lock(postgres_catalog: str) -> None:
+    url = copied_catalog(postgres_catalog)
+    holder = subprocess.Popen([sys.executable, "-c", FROZEN, url], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout
+        assert holder.stdout.readline()
+        holder.send_signal(signal.SIGSTOP)
+        with closing(Catalog(url)) as catalog:
+            catalog.policies.add(Policy("sorting", "base", {}, "me", 1.0))
+            assert catalog.policies.get("sorting").owner == "me"
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+def test_a_demoted_server_is_a_sentence_and_its_connections_go(postgres_catalog: str) -> None:
+    """Postgres says `InternalError` to a write, and goes on answering reads."""
+    url = copied_catalog(postgres_catalog)
+    add = Policy("sorting", "base", {}, "me", 1.0)
+    with closing(Catalog(url)) as catalog, psycopg.connect(url, autocommit=True) as server:
+        (name,) = server.execute("SELECT quote_ident(current_database())").fetchone() or ()
+        with catalog.access.read() as connection:
+            connection.exec_driver_sql("SET default_transaction_read_only = on")
+            connection.commit()
+        with pytest.raises(ServiceError, match="read-only"):
+            catalog.policies.add(add)
+        # The pool is empty now, and the next connection is to a server that takes writes.
+        catalog.policies.add(add)
+        server.execute(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+        catalog.access.engine.dispose()
+        with pytest.raises(ServiceError, match="read-only"):
+            catalog.policies.get("sorting")
+        server.execute(f"ALTER DATABASE {name} RESET default_transaction_read_only")
+        assert catalog.policies.get("sorting").owner == "me"
 
 
 @pytest.mark.parametrize("kind", ["quick", "read", "write"])

@@ -5,14 +5,17 @@ import os
 import random
 import signal
 import sqlite3
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import duckdb
 import pytest
 
-from engine.errors import LimitReached
+from engine.errors import ConfigError, LimitReached
+from engine.metering import usage_log
 from engine.metering.dead_gateways import close_dead
 from engine.metering.raw_usage import export
 from engine.metering.usage_log import UsageLog
@@ -27,6 +30,8 @@ from engine.metering.usage_rows import (
     periods,
     remaining_s,
 )
+from engine.threads import WORKS
+from tests.helpers.live import eventually
 
 spawn = multiprocessing.get_context("spawn")
 NOON = 1_790_000_000.0
@@ -84,6 +89,31 @@ def test_the_log_of_schema_1_opens_and_its_negative_numbers_become_0(tmp_path: P
     ]
     assert spent(tmp_path) == {("tenant:acme", day): (0, 100), ("tenant:acme", month): (12, 100)}
     assert totals(tmp_path) == (2, 0, 5, 0)
+
+
+def test_a_log_of_a_newer_version_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    create(tmp_path / "usage.db")
+    with closing(connect(tmp_path / "usage.db")) as connection:
+        connection.execute(f"PRAGMA user_version = {len(SCHEMA) + 1}")
+    with pytest.raises(ConfigError, match=f"schema {len(SCHEMA) + 1}"):
+        UsageLog(tmp_path)
+    with closing(connect(tmp_path / "usage.db")) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (len(SCHEMA) + 1,)
+
+
+def test_commits_become_durable_although_exports_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DuckDB has an error of its own for a full disk, and SQLAlchemy one for a read-only Postgres."""
+    synced = threading.Event()
+    monkeypatch.setattr(usage_log, "EXPORT_S", 0.0)
+    monkeypatch.setattr(usage_log, "export", Mock(side_effect=duckdb.IOException("No space left on device")))
+    log = UsageLog(tmp_path)
+    assert eventually(lambda: "usage-export" in WORKS and WORKS["usage-export"].errors > 1)
+    monkeypatch.setattr(usage_log.os, "fdatasync", lambda file: synced.set())
+    log.admit(asked(1, reserved=1))
+    assert synced.wait(60)
+    log.close()
 
 
 def test_a_request_is_reserved_and_settled(log: UsageLog, tmp_path: Path) -> None:

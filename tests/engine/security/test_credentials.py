@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from engine.errors import NotRunning
 from engine.security.credentials import LOGIN_VARIABLES, NAMES, create_credentials, known_credential, logins
-from engine.services.lifecycle import environment
+from engine.services.lifecycle import environment, every_service
 from engine.services.own_environments import own_environments
 from engine.services.supervisor import Supervisor
 from engine.settings.params import Params
@@ -75,9 +75,16 @@ def test_each_service_gets_no_secret_but_those_that_it_needs(params: Params) -> 
     # The trainer and the controller read their own files.
     assert holders == {
         "mlflow": {"mlflow", "worker"}, "mlflow-session": {"mlflow"}, "prefect": {"prefect", "worker"},
-        "trainer": set(), "controller": set(),
+        "trainer": set(), "controller": set(), "events": set(),
     }  # fmt: skip
     assert environment(params)["MLFLOW_TRACKING_PASSWORD"] == secrets["mlflow"]
+
+
+def test_the_password_of_mlflows_database_is_in_no_command_line(tmp_path: Path) -> None:
+    backend = "postgresql://mlflow:secret@db.example/mlflow"
+    params = Params(state_dir=tmp_path / "state", mlflow={"backend": backend})
+    assert own_environments(params, ["mlflow"])["mlflow"]["MLFLOW_BACKEND_STORE_URI"] == backend
+    assert "secret" not in str([service.command for service in every_service(params)])
 
 
 def test_the_supervisors_file_keeps_the_secrets(params: Params) -> None:
