@@ -18,6 +18,7 @@ EXCLUDED = {
     "engine/__init__.py": "a docstring",
     "engine/errors.py": "texts of errors, after which there are no numbers",
     "engine/files.py": "forces files to the disk",
+    "engine/work_metrics.py": "says how the work in the background goes",
     "engine/threads.py": "renews the lease under which a refusal is carried out",
     "engine/version.py": "is told to the ledger, which the stage does not write",
     "engine/ports.py": "binds a port",

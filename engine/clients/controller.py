@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from engine.clients.http import ServiceClient, body_of
+from engine.clients.http import ServiceClient
 from engine.errors import NotFound, ServiceError
 
 POLL_S = 0.25
@@ -158,8 +158,8 @@ class ControllerClient(ServiceClient):
 
     def alarms(self) -> list[str]:
         """Return the controller's alarms; an empty list when it does not answer, or refuses the key."""
-        with suppress(httpx.HTTPError):
-            return [str(alarm) for alarm in body_of(self.http.get("/status")).get("alarms") or ()]
+        with suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
+            return [str(alarm) for alarm in self.http.get("/status").json()["alarms"]]
         return []
 
     def _post(self, path: str, **body: Any) -> Row:

@@ -27,7 +27,10 @@ ANSWERED = """
             OR (arm IN ('champion', 'base') AND digest IS NOT DISTINCT FROM $baseline))
 """
 RATINGS = f"""
-    WITH answers AS (SELECT id, key, unit, arm, coalesce(route_version, 0) AS version, segment {ANSWERED}),
+    WITH answers AS (
+        SELECT id, key, unit, arm, coalesce(route_version, 0) AS version, segment,
+            coalesce(status, 200) >= 400 AS is_refused {ANSWERED}
+    ),
     first AS (
         SELECT request_id, key, arg_min(reward, rowid) AS reward, arg_min("at", rowid) AS rated_at,
             min(rowid) AS seq
@@ -35,12 +38,12 @@ RATINGS = f"""
     )
     SELECT rated_at, version, first.key, unit, arm = 'canary', reward, seq, segment
     FROM answers JOIN first ON request_id = answers.id AND first.key = answers.key
-    WHERE rated_at <= $ended ORDER BY seq
+    WHERE rated_at <= $ended AND NOT is_refused ORDER BY seq
 """
-# Where the tokens were counted the answer was not streamed, and `ttft_s` is the time of the whole answer.
+# Where no pieces were counted the answer was not streamed, and `ttft_s` is the time of the whole answer.
 ANSWERS = f"""
     SELECT rowid, "at", coalesce(route_version, 0), key, unit, arm = 'canary', coalesce(status, 200), outcome,
-        CASE WHEN completion_tokens IS NULL AND status = 200 THEN ttft_s END, token_s,
+        CASE WHEN pieces IS NOT NULL AND status = 200 THEN ttft_s END, token_s,
         CASE WHEN status = 200 THEN coalesce(completion_tokens, pieces) END,
         CASE WHEN status = 200 THEN latency_s END
     {ANSWERED} AND rowid > $after AND "at" <= $ended ORDER BY rowid
@@ -49,7 +52,8 @@ FEEDBACK = f"""
     WITH answers AS (SELECT id, key, status {ANSWERED} AND "at" <= $ended), said AS (
         SELECT request_id, feedback.key = answers.key AS is_own,
             coalesce(reward BETWEEN 0 AND 1, false) AS is_valid
-        FROM feedback JOIN answers ON request_id = answers.id WHERE feedback."at" <= $ended
+        FROM feedback JOIN answers ON request_id = answers.id
+        WHERE feedback."at" <= $ended AND coalesce(status, 200) < 400
     )
     SELECT (SELECT count(*) FROM answers WHERE coalesce(status, 200) < 400),
         count(DISTINCT request_id) FILTER (is_own AND is_valid),

@@ -46,9 +46,25 @@ def same(given: str, wanted: str) -> bool:
     return hmac.compare_digest(given.encode(), wanted.encode())
 
 
+class WithoutCookies:
+    """Drop cookies: nothing here reads them, and FastAPI parses them for every route.
+
+    Python's parser takes time by the square of their length (CVE-2024-7592): seconds for 30 KB.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on without them."""
+        if scope["type"] == "http":
+            scope["headers"] = [header for header in scope["headers"] if header[0] != b"cookie"]
+        await self.app(scope, receive, send)
+
+
 def trusted(app: ASGIApp, listener: Listener) -> ASGIApp:
     """Return the app behind a Host allow-list: 400 for a name that is not the listener's."""
-    return TrustedHostMiddleware(app, listener.names, www_redirect=False)
+    return TrustedHostMiddleware(WithoutCookies(app), listener.names, www_redirect=False)
 
 
 def guarded(app: ASGIApp, listener: Listener, key: str) -> ASGIApp:
@@ -57,10 +73,11 @@ def guarded(app: ASGIApp, listener: Listener, key: str) -> ASGIApp:
 
 
 def server_options(listener: Listener) -> dict[str, Any]:
-    """Return the address and TLS options of `uvicorn.Config`."""
+    """Return the address and TLS options of `uvicorn.Config`, and the limits of a connection."""
     tls = {"ssl_certfile": listener.tls_certificate, "ssl_keyfile": listener.tls_key}
     return {
         "host": str(listener.listen),
         "port": listener.port,
+        "http": "engine.security.uvicorn_limits:LimitedProtocol",
         **({name: str(path) for name, path in tls.items()} if listener.tls_certificate else {}),
     }

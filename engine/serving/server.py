@@ -283,7 +283,7 @@ def serve(arguments: list[str]) -> None:
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from engine.serving.gateway.uvicorn_limits import limit_connections
+    from engine.security.uvicorn_limits import limit_connections
 
     accept_bursts()
     limit_connections()

@@ -137,10 +137,10 @@ def test_no_pod_has_more_credentials_than_it_needs() -> None:
         if one["kind"] in ("Deployment", "StatefulSet")
     }
     assert holds == {
-        "gw-engine": {"controller"},
+        "gw-engine": {"events"},
         "gw-haproxy": set(),
-        "gw-trainer": {"controller", "trainer"},
-        "gw-controller": {"controller", "trainer", "mlflow", "prefect"},
+        "gw-trainer": {"events", "trainer"},
+        "gw-controller": {"controller", "events", "trainer", "mlflow", "prefect"},
     }
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import uvicorn
 
+from engine.security.uvicorn_limits import limit_connections
 from engine.serving.gateway.uvicorn_accept import accept_bursts
-from engine.serving.gateway.uvicorn_limits import limit_connections
 from tests.helpers.gateways import FakeVllm, open_world
 
 

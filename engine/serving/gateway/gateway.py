@@ -195,7 +195,8 @@ class Gateway:
             said = f"The request asks for {size.samples} completions, n for each prompt; the most is {most}."
             raise Refused(400, said, "invalid_value", "n")
         if not is_batch:
-            refuse_many_logprobs(body, min(len(raw), asked.state.meter.context * size.prompts))
+            context = asked.state.meter.context
+            refuse_many_logprobs(body, min(len(raw), context * size.prompts), size, context)
         reserved = asked.state.meter.reserve(asked.key, asked.tenant, body, len(raw), size)
         if reserved.length is not None:
             body[endpoint.length] = reserved.length

@@ -10,15 +10,16 @@ from typing import Any
 
 from engine.serving.gateway.asgi import Refused
 from engine.serving.gateway.constraints import own_field
-from engine.serving.gateway.message_text import plain_text, text_parts
+from engine.serving.gateway.message_text import plain_text, response_items, text_parts
 
 # Says what is wrong with a value, or None.
 Check = Callable[[Any], str | None]
 Fields = Mapping[str, Check]
 # Most tokens that a field may name: vLLM refuses what the base's context does not hold.
 MOST_TOKENS = 1 << 24
-# Log-probabilities of all prompts of a request, those of alternatives included.
-MOST_LOGPROBS = 1 << 20
+# Log-probabilities of a request's prompts and completions, those of alternatives included. Each is an object
+# of vLLM's and of its answer: 30 us on the event loop.
+MOST_LOGPROBS = 1 << 17
 
 
 def anything(_value: Any) -> None:
@@ -71,6 +72,11 @@ def strings(most: int) -> Check:
     return check
 
 
+def flag(value: Any) -> str | None:
+    """Check for true or false: vLLM takes `"true"` and 1 for it as well, and the gateway reads the field."""
+    return None if isinstance(value, bool) else "must be true or false"
+
+
 def stateless(value: Any) -> str | None:
     """Refuse a stateful feature of the responses API, by a value that asks for it."""
     return "asks for stored state, which is not served; send the whole conversation" if value else None
@@ -105,6 +111,7 @@ SAMPLING: Fields = {
     "stream_options": stream_options,
     "user": words(512),
     "min_tokens": whole(0, MOST_TOKENS),
+    "stream": flag,
     "truncate_prompt_tokens": whole(-1, MOST_TOKENS),
     "prompt_logprobs": whole(0, 20),
     "max_tokens": whole(1, MOST_TOKENS),
@@ -114,7 +121,7 @@ SAMPLING: Fields = {
     **named(short(128), "stop_token_ids", "logprob_token_ids"),
     **named(short(4096), "logit_bias", "allowed_token_ids"),
     **named(
-        anything, "frequency_penalty", "presence_penalty", "repetition_penalty", "seed", "stream",
+        anything, "frequency_penalty", "presence_penalty", "repetition_penalty", "seed",
         "temperature", "top_p", "top_k", "min_p", "response_format",
         "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
         "truncation_side", "add_special_tokens", "return_token_ids", "return_tokens_as_token_ids",
@@ -134,19 +141,21 @@ CHAT: Fields = {
     "top_logprobs": whole(0, 20),
     "max_completion_tokens": whole(1, MOST_TOKENS),
     "thinking_token_budget": whole(0, MOST_TOKENS),
-    **named(anything, "logprobs", "reasoning_effort", "include_reasoning", "echo"),
+    **named(flag, "logprobs", "echo"),
+    **named(anything, "reasoning_effort", "include_reasoning"),
 }
 COMPLETION: Fields = {
     **SAMPLING,
     # None is left over for a suite that scores its prompt alone.
     "max_tokens": whole(0, MOST_TOKENS),
     "logprobs": whole(0, 20),
-    **named(anything, "prompt", "echo", "suffix"),
+    "echo": flag,
+    **named(anything, "prompt", "suffix"),
 }
 RESPONSES: Fields = {
     **{name: SAMPLING[name] for name in ("model", "user", "stop_token_ids", "logit_bias")},
-    **{name: SAMPLING[name] for name in ("stop", "structured_outputs")},
-    "input": plain_text,
+    **{name: SAMPLING[name] for name in ("stop", "stream", "structured_outputs")},
+    "input": response_items,
     "tools": function_tools,
     "chat_template_kwargs": short(16),
     "include": short(8),
@@ -157,7 +166,7 @@ RESPONSES: Fields = {
     **named(
         anything, "frequency_penalty", "ignore_eos", "include_reasoning", "include_stop_str_in_output",
         "instructions", "min_p", "parallel_tool_calls", "presence_penalty", "reasoning",
-        "repetition_penalty", "seed", "skip_special_tokens", "stream", "temperature",
+        "repetition_penalty", "seed", "skip_special_tokens", "temperature",
         "text", "tool_choice", "top_k", "top_p", "truncation",
     ),
 }  # fmt: skip
@@ -167,10 +176,11 @@ MESSAGES: Fields = {
     "system": text_parts,
     "tools": function_tools,
     "max_tokens": SAMPLING["max_tokens"],
+    "stream": flag,
     "stop_sequences": strings(16),
     "chat_template_kwargs": short(16),
     **named(
-        anything, "output_config", "stream", "temperature", "thinking", "tool_choice", "top_k", "top_p",
+        anything, "output_config", "temperature", "thinking", "tool_choice", "top_k", "top_p",
     ),
 }  # fmt: skip
 COUNTED: Fields = {name: MESSAGES[name] for name in ("model", "messages", "tools", "system", "tool_choice")}
@@ -259,16 +269,22 @@ def end_user_of(body: Mapping[str, Any]) -> str | None:
     return body.get("user") or body.get("safety_identifier") or by_metadata
 
 
-def refuse_many_logprobs(body: Mapping[str, Any], prompt_tokens: int) -> None:
-    """Raise `Refused` (400) for too many log-probabilities of a prompt: each becomes an object of vLLM's."""
-    names = ("prompt_logprobs", *(("logprobs", "top_logprobs") if body.get("echo") else ()))
-    of_prompt = _integers(body.get(name) for name in names)
-    found = prompt_tokens * max(of_prompt, default=0)
+def refuse_many_logprobs(body: Mapping[str, Any], prompt_tokens: int, size: "Size", context: int) -> None:
+    """Raise `Refused` (400) for too many log-probabilities of its prompts, and of all of its completions."""
+    of_output = _most(body, "logprobs", "top_logprobs")
+    of_prompt = max(_most(body, "prompt_logprobs"), of_output if body.get("echo") else 0)
+    each = context if size.most_tokens is None else min(size.most_tokens, context)
+    copies = size.samples // size.prompts if body.get("echo") else 1
+    found = prompt_tokens * of_prompt * copies + size.samples * each * of_output
     if found > MOST_LOGPROBS:
-        said = f"The request may ask for {found} log-probabilities of prompts; the most is {MOST_LOGPROBS}."
+        said = f"The request may ask for {found} log-probabilities; the most is {MOST_LOGPROBS}."
         raise Refused(
             400, said, "invalid_value", "prompt_logprobs" if "prompt_logprobs" in body else "logprobs"
         )
+
+
+def _most(body: Mapping[str, Any], *names: str) -> int:
+    return max(_integers(body.get(name) for name in names), default=0)
 
 
 def size_of(body: Mapping[str, Any], tokens_default: int | None) -> Size:

@@ -183,7 +183,11 @@ class Router:
             if missing.nearest:
                 raise
             mine = tuple(key.policies) if key is not None else ()
-            raise await self._suggester.unknown(model, self._seen, mine) from None
+            try:
+                told = await self._suggester.unknown(model, self._seen, mine)
+            except ServiceError as error:
+                raise self._unreadable(error) from None
+            raise told from None
         # Requests may share a look: a server is asked five times a second.
         return target, min(began, time.time() - (self.clock() - self._read_at))
 
@@ -353,7 +357,10 @@ class Router:
 
         if len(digest) < DIGEST12:
             # Not cached: a new revision may make a short prefix ambiguous.
-            found = read()
+            try:
+                found = read()
+            except ServiceError as error:
+                raise self._unreadable(error) from None
         else:
             found = self._read(policy, ("revision", policy, digest), read)
             if len(digest) < len(found.digest):

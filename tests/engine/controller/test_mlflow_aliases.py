@@ -491,6 +491,6 @@ def test_a_registry_that_takes_no_webhook_is_still_polled(
 
     monkeypatch.setattr(registry, "ensure_webhook", last)
     mirror.run()
-    assert mirror.error is None
+    assert mirror.work.error is None
     assert client.get(f"{API}/webhooks").json().get("webhooks", []) == []
     assert mlflow.aliases() == {"champion": "1"}

@@ -52,6 +52,24 @@ def test_segments_lengths_and_costs_reach_the_guards(tmp_path: Path, spool: Spoo
     assert units["length"] == units["cost"] == units["reward"] == (40, 160)
 
 
+def test_a_refused_request_has_no_rating_and_only_streams_have_a_first_token(
+    tmp_path: Path, spool: Spool
+) -> None:
+    """A client gets 400 for nothing, and the id of such an answer, too."""
+    for number in range(200):
+        answer(spool, number, completion_tokens=10, ttft_s=1.0, pieces=10 if number % 2 else None)
+    for number in range(200, 400):
+        answer(spool, number)
+    ledger = Ledger(tmp_path / "ledger.duckdb")
+    spool.rotate()
+    ledger.ingest(spool.root)
+    ledger.connection.execute('UPDATE observations SET status = 400 WHERE "at" >= 200')
+    result = CanaryReader(RELEASE).read(ledger.connection, RELEASE)
+    assert (result.canary_units, result.baseline_units) == (40, 160)
+    units = {guard.guard: (guard.canary_units, guard.baseline_units) for guard in result.guards}
+    assert units["ttft"] == (20, 80)
+
+
 def test_answers_of_an_older_ledger_are_judged_beside_new_ones(tmp_path: Path, spool: Spool) -> None:
     path = tmp_path / "old.duckdb"
     with duckdb.connect(str(path)) as old:

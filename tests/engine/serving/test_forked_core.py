@@ -15,7 +15,8 @@ from tests.helpers.repository import ROOT
 def processes_of(engine: RunningEngine) -> tuple[psutil.Process, psutil.Process]:
     """Return the API server and EngineCore."""
     (server,) = psutil.Process(engine.process.pid).children()
-    (core,) = server.children()
+    # Beside it there may be the process that compiles grammars.
+    (core,) = (one for one in server.children() if "grammar_process" not in " ".join(one.cmdline()))
     return server, core
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.serving.gateway.message_text import plain_text
+from engine.serving.gateway.message_text import plain_text, response_items
 
 IMAGE = {"url": "http://x/"}
 
@@ -54,3 +54,17 @@ def test_text_and_tools_pass(messages: Any) -> None:
 )
 def test_anything_else_is_refused_by_name(messages: Any, says: str) -> None:
     assert says in (plain_text(messages) or "")
+
+
+def test_items_of_the_responses_api_that_are_whole_pass():
+    assert response_items("What is it?") is None
+    items = [
+        {"role": "developer", "content": "Be short."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "What is 3 + 4?"}]},
+        {"type": "reasoning", "id": "r", "summary": []},
+        {"type": "function_call", "id": "f", "call_id": "c", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "7"},
+        {"id": "m", "type": "message", "role": "assistant", "status": "completed",
+         "content": [{"type": "output_text", "text": "7", "annotations": []}]},
+    ]  # fmt: skip
+    assert response_items(items) is None

@@ -155,6 +155,13 @@ async def test_a_key_without_the_role_pin_sees_no_candidates(world: World):
         ),
         ("/v1/messages", {"system": [{"source": {"type": "url"}}]}, "system"),
         ("/v1/responses", {"input": [{"type": "item_reference", "id": "1"}]}, "input"),
+        ("/v1/responses", {"input": [{}] * 300}, "input"),
+        ("/v1/responses", {"input": [{"role": "x", "content": "y"}]}, "input"),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input"),
+        ("/v1/responses", {"input": [{"type": "function_call", "name": "f"}]}, "input"),
+        ("/v1/responses", {"stream": "true"}, "stream"),
+        ("/v1/chat/completions", {"stream": 1}, "stream"),
+        ("/v1/completions", {"echo": "yes"}, "echo"),
         ("/v1/responses", {"previous_response_id": "resp_1"}, "previous_response_id"),
         ("/v1/responses", {"background": True}, "background"),
         ("/v1/responses", {"store": True}, "store"),
@@ -202,13 +209,15 @@ async def test_what_would_stop_the_event_loop_is_refused_before_it_is_parsed(
     assert (answer.status_code, says in answer.text) == (status, True)
 
 
-async def test_log_probabilities_of_prompts_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch):
+async def test_log_probabilities_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("engine.serving.gateway.request_fields.MOST_LOGPROBS", 1000)
     prompts = {"model": "acme-sums", "prompt": ["x" * 100] * 4, "max_tokens": 1}
     for more in ({"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}):
         async with world.client(world.key()) as client:
             assert (await client.post("/v1/completions", json=prompts | more)).status_code == 400
             assert (await client.post("/v1/completions", json=prompts | {"logprobs": 20})).status_code == 200
+            copies = {"logprobs": 20, "n": 20}
+            assert (await client.post("/v1/completions", json=prompts | copies)).status_code == 400
         async with world.client(world.key(roles=["infer", "score"])) as scorer:
             assert (await scorer.post("/v1/completions", json=prompts | more)).status_code == 200
 

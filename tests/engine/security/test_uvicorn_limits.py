@@ -2,12 +2,16 @@
 
 import asyncio
 import time
+from contextlib import suppress
 
 import pytest
 import uvicorn
 import uvloop
 
-from engine.serving.gateway import uvicorn_limits
+from engine.security import uvicorn_limits
+from engine.security.http import trusted
+from engine.serving.host_allow_list import HostAllowList
+from engine.settings.services import EngineConfig
 from tests.helpers.live import free_port
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n"
@@ -107,3 +111,60 @@ def test_idle_and_slow_connections_end_and_others_are_served(monkeypatch: pytest
                 writer.close()
 
     uvloop.run(run())
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("trailer", [b"a: b\r\n", b"x" * 1000], ids=["many", "one without an end"])
+def test_trailers_are_not_taken(trailer: bytes):
+    async def run() -> int:
+        async with Running() as port:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(CHUNKED + b"0\r\n" + trailer)
+            sent = 0
+            with suppress(ConnectionError):
+                # The kernel buffers some megabytes of what nobody reads.
+                while sent < 64 << 20:
+                    writer.write(trailer * 1000)
+                    await writer.drain()
+                    sent += 1000 * len(trailer)
+            writer.close()
+            return sent
+
+    assert uvloop.run(run()) < 32 << 20
+
+
+def test_who_has_an_answer_and_still_sends_is_left(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(uvicorn_limits, "LINGER_S", 0.2)
+    unsent = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\nb"
+
+    async def run() -> None:
+        async with Running() as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(unsent)
+            answer = b""
+            while piece := await asyncio.wait_for(reader.read(1 << 16), 25):
+                answer += piece
+            assert answer.startswith(b"HTTP/1.1 200")
+            writer.close()
+
+    uvloop.run(run())
+
+
+async def test_cookies_reach_no_app():
+    """Python's parser takes seconds for 30 KB of backslashes, and FastAPI parses them for every route."""
+    seen = []
+
+    async def noting(scope, receive, send):
+        seen.extend(scope["headers"])
+
+    listener = EngineConfig()
+    scope = {
+        "type": "http",
+        "headers": [(b"host", b"localhost"), (b"cookie", b'a="' + b"\\" * 30_000 + b'"')],
+    }
+    await trusted(noting, listener)(scope, None, None)
+    ours = type("Ours", (HostAllowList,), {"names": listener.names})
+    await ours(noting)(dict(scope, headers=[*scope["headers"], (b"cookie", b"a=b")]), None, None)
+    assert seen == [(b"host", b"localhost")] * 2

@@ -1,6 +1,7 @@
-"""Limits of a connection before its request reaches the gateway: uvicorn has none of its own.
+"""Limits of a connection before its request reaches an app: uvicorn has none of its own.
 
-uvicorn 0.54 buffers headers of any size, and waits for ever for a first request or the rest of its headers.
+uvicorn 0.54 buffers headers and trailers of any size, and waits for ever for a first request, the rest of its
+headers, or the rest of a body whose request is answered already.
 """
 
 import asyncio
@@ -12,6 +13,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 # Request line and headers of a request, in bytes, and how long a connection may take to send them.
 MOST_HEADERS = 64 << 10
 HEADERS_S = 20.0
+# How long who still sends a body has to read its answer.
+LINGER_S = 5.0
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
@@ -26,7 +29,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **named: Any):
         super().__init__(*args, **named)
         self._reads_headers = True
-        self._received = 0
+        # Bytes since the request began, and since the last of its body: of trailers nobody is told.
+        self._received = self._beside_body = 0
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -41,8 +45,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser, and refuse headers that go on and on."""
+        self._beside_body += len(data)
         super().data_received(data)
-        if self._reads_headers and not self.transport.is_closing():
+        if self._beside_body > MOST_HEADERS + len(data) and not self.transport.is_closing():
+            self._refuse()
+        elif self._reads_headers and not self.transport.is_closing():
             self._received += len(data)
             if self._received > MOST_HEADERS:
                 self._refuse()
@@ -53,6 +60,30 @@ class LimitedProtocol(HttpToolsProtocol):
         """Begin to count the headers of a request."""
         super().on_message_begin()
         self._reads_headers, self._received = True, 0
+        self._beside_body = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header; refuse trailers, which nothing reads and which may go on for ever."""
+        if not self._reads_headers:
+            raise ValueError("Trailers are not taken.")
+        super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of the body."""
+        self._beside_body = 0
+        super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        """End the connection of a client that has its answer and still sends the request."""
+        cycle = self.cycle
+        super().on_response_complete()
+        if cycle is not None and cycle.more_body and not self.transport.is_closing():
+            # The client may read the answer first: a close now would reset the connection.
+            self.loop.call_later(LINGER_S, self._end_unless_sent, cycle)
+
+    def _end_unless_sent(self, cycle: Any) -> None:
+        if cycle.more_body:
+            self.transport.close()
 
     def on_headers_complete(self) -> None:
         """Start the request, unless all of its headers came at once and are too large."""
