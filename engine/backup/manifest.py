@@ -18,7 +18,7 @@ FORMAT = 1
 # Bytes of a part; the last one of a file may be shorter.
 PART = 32 << 20
 DIGEST16 = 16
-# Where a backup's files belong to, by the first part of their names.
+# The first part of a file's name says where it is restored to.
 FOLDERS = ("state", "store", "suites")
 
 

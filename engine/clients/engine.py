@@ -89,7 +89,7 @@ class EngineClient(ServiceClient):
         def ask() -> dict[str, Any]:
             response = self.http.post(path, json=body)
             if response.is_success:
-                return self._told(response)
+                return self._told(response, dict)
             kind, said = of_status(response.status_code), response.text[:SHOWN]
             if issubclass(kind, ServiceError):
                 raise kind(f"The engine answered {response.status_code}: {said}")

@@ -12,6 +12,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_e
 from engine.errors import GraftworkError, NotRunning, ServiceError, of_status
 
 Answer = TypeVar("Answer")
+Form = TypeVar("Form", dict[str, Any], list[Any])
 # How many characters of an unexpected answer an error shows.
 SHOWN = 300
 
@@ -62,15 +63,11 @@ class ServiceClient:
 
     def _ask(self, method: str, path: str, **given: Any) -> dict[str, Any]:
         """Send a request, with retries; return the answer's JSON object."""
-        found: dict[str, Any] = self._patiently(lambda: self._told(self.http.request(method, path, **given)))
-        return found
+        return self._patiently(lambda: self._told(self.http.request(method, path, **given), dict))
 
     def _ask_list(self, method: str, path: str, **given: Any) -> list[dict[str, Any]]:
         """Send a request, with retries; return the objects of the answer's JSON array."""
-        found: list[dict[str, Any]] = self._patiently(
-            lambda: self._told(self.http.request(method, path, **given), list)
-        )
-        return found
+        return self._patiently(lambda: self._told(self.http.request(method, path, **given), list))
 
     def _patiently(
         self, call: Callable[[], Answer], *also: type[Exception], patience_s: float | None = None
@@ -94,8 +91,8 @@ class ServiceClient:
                 "`graftwork status`; start it with `graftwork up`."
             ) from None
 
-    def _told(self, response: httpx.Response, kind: type[Any] = dict) -> Any:
-        """Return a successful answer's JSON; whoever stands between may have answered instead."""
+    def _told(self, response: httpx.Response, kind: type[Form]) -> Form:
+        """Return a successful answer's JSON of this kind; whoever stands between may have said another."""
         if not response.is_success:
             raise self._fault(response)
         with suppress(ValueError):

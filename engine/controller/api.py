@@ -36,6 +36,7 @@ from engine.files import write_whole
 from engine.ledger.ledger import open_snapshot
 from engine.ledger.queries import named_rows
 from engine.ledger.sender import MOST_BYTES, SENT
+from engine.ledger.spool import REJECTED
 from engine.quality.probe import ProbeResult
 from engine.security.credentials import credential
 from engine.security.http import HEALTH
@@ -142,10 +143,11 @@ def _add_reading(app: FastAPI, controller: Controller, mirror: AliasMirror) -> N
     @app.get("/status")
     def status() -> dict[str, Any]:
         alarms = [f"{part}: {fault}" for part, fault in list(controller.faults.items())]
-        rejected = len(list(controller.params.paths.spool.glob("rejected/*")))
+        rejected = len(list(controller.params.paths.spool.glob(f"{REJECTED}/*")))
         if rejected:
             alarms.append(
-                f"{rejected} spool files hold lines that no ledger table accepts. They are in spool/rejected."
+                f"{rejected} spool files hold lines that no ledger table accepts. They are in "
+                f"spool/{REJECTED}."
             )
         return {
             "status": "stalled" if controller.is_stalled() else "degraded" if alarms else "ok",

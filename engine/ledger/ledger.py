@@ -16,7 +16,7 @@ import duckdb
 
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.files import replacing, sync
-from engine.ledger.spool import Spool, read_lines, ready_files
+from engine.ledger.spool import REJECTED, Spool, read_lines, ready_files
 
 __all__ = ["Ledger", "Spool", "open_snapshot"]
 
@@ -87,7 +87,7 @@ class Ledger:
         new = 0
         files = ready_files(spool_root)
         for start in range(0, len(files), FILES_A_COMMIT):
-            new += self._ingest_files(files[start : start + FILES_A_COMMIT], spool_root / "rejected", gone)
+            new += self._ingest_files(files[start : start + FILES_A_COMMIT], spool_root / REJECTED, gone)
         return new
 
     def sweep(self, before: float) -> int:

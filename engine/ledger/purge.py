@@ -13,7 +13,7 @@ import duckdb
 
 from engine.files import sync, write_whole
 from engine.ledger.ledger import Ledger, create
-from engine.ledger.spool import read_lines
+from engine.ledger.spool import REJECTED, read_lines
 
 FRESH = ".fresh"
 
@@ -30,7 +30,7 @@ def purge(ledger: Ledger, spool: Path, snapshot: Path, policy: str) -> dict[str,
     rated = "request_id IN (SELECT id FROM observations WHERE policy = ?)"
     where = {"feedback": rated} | dict.fromkeys(tables, "policy = ?")
     removed = _delete(ledger, where, policy)
-    removed["rejected"] = _purge_rejected(spool / "rejected", "policy", [policy])
+    removed["rejected"] = _purge_rejected(spool / REJECTED, "policy", [policy])
     _overwrite(ledger, snapshot)
     return removed
 
@@ -41,7 +41,7 @@ def erase(ledger: Ledger, spool: Path, snapshot: Path, keys: Sequence[str]) -> d
     asked = "list_contains(?, key)"
     rated = f"{asked} OR request_id IN (SELECT id FROM observations WHERE list_contains(?, key))"
     removed = _delete(ledger, {"feedback": rated, "observations": asked}, list(keys))
-    removed["rejected"] = _purge_rejected(spool / "rejected", "key", keys)
+    removed["rejected"] = _purge_rejected(spool / REJECTED, "key", keys)
     _overwrite(ledger, snapshot)
     return removed
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from engine.clients.controller import ControllerClient
 from engine.errors import GraftworkError
-from engine.ledger.spool import Spool, read_lines, ready_files
+from engine.ledger.spool import REJECTED, Spool, read_lines, ready_files
 from engine.security.credentials import known_credential
 from engine.settings.params import Params
 
@@ -22,8 +22,6 @@ from engine.settings.params import Params
 MOST_PAUSE_S = 5.0
 # What the controller takes in one call: a file of the spool and its last event.
 MOST_BYTES = 2 << 20
-# In the spool's directory: what the controller would never take.
-UNDELIVERABLE = "undeliverable"
 # Files in a controller's spool that came from another machine.
 SENT = "sent-"
 log = logging.getLogger("graftwork.events")
@@ -78,7 +76,7 @@ class EventSender:
             return False
         parts = parts_of(lines)
         if any(len(part) > MOST_BYTES for part in parts):
-            aside = self._root / UNDELIVERABLE
+            aside = self._root / REJECTED
             aside.mkdir(mode=0o700, exist_ok=True)
             path.rename(aside / path.name)
             log.error(

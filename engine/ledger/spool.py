@@ -25,6 +25,8 @@ ROTATE_S = 0.25
 # A writer needs microseconds from creating a file to giving it the name that readers look for.
 OLDEST_NEW_S = 3600.0
 ROTATE_BYTES = 1 << 20
+# In a spool's directory: what no ledger takes. A purge and an erasure look there, too.
+REJECTED = "rejected"
 
 
 class Spool:

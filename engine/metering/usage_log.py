@@ -190,13 +190,13 @@ class UsageLog:
         """Make commits durable, close rows of dead gateways, move settled rows to Parquet."""
         began = time.monotonic()
         works: list[tuple[Work, Callable[[], object], float]] = [
-            (Work("usage-close-dead"), self._close_dead, CHECK_S),
             (Work("usage-export"), lambda: export(self.root, go_on=self._between), EXPORT_S),
+            (Work("usage-close-dead"), self._close_dead, CHECK_S),
         ]
         if self.shared is not None:
             works.append((Work("usage-give-back"), self.give_back, CHECK_S))
-        # The export's first turn is one interval after the start.
-        due = [began + every if work.name == "usage-export" else began for work, _, every in works]
+        # The export waits for its first interval.
+        due = [began + EXPORT_S, *[began] * (len(works) - 1)]
         while not self._closed.wait(SYNC_S):
             self._syncing.turn(self._sync)
             for number, (work, call, every) in enumerate(works):

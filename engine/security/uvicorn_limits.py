@@ -29,8 +29,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **named: Any):
         super().__init__(*args, **named)
         self._reads_headers = True
-        # Bytes since the request began, and since the last of its body: of trailers nobody is told.
-        self._received = self._beside_body = 0
+        # Bytes of headers or trailers, but for the piece in which the request began or its body went on.
+        self._beside_body = 0
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -47,20 +47,17 @@ class LimitedProtocol(HttpToolsProtocol):
         """Feed the parser, and refuse headers that go on and on."""
         self._beside_body += len(data)
         super().data_received(data)
-        if self._beside_body > MOST_HEADERS + len(data) and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._beside_body > MOST_HEADERS:
             self._refuse()
-        elif self._reads_headers and not self.transport.is_closing():
-            self._received += len(data)
-            if self._received > MOST_HEADERS:
-                self._refuse()
-            elif self._deadline is None:
-                self._arm()
+        elif self._reads_headers and self._deadline is None:
+            self._arm()
 
     def on_message_begin(self) -> None:
         """Begin to count the headers of a request."""
         super().on_message_begin()
-        self._reads_headers, self._received = True, 0
-        self._beside_body = 0
+        self._reads_headers, self._beside_body = True, 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header; refuse trailers, which nothing reads and which may go on for ever."""

@@ -45,7 +45,8 @@ class Service:
     def has_started_or_ended(self) -> bool:
         assert self.process
         with suppress(httpx.TransportError):
-            return bool(httpx.get(f"{self.client.url}/status", timeout=5))
+            httpx.get(f"{self.client.url}/status", timeout=5)
+            return True
         return self.process.poll() is not None
 
     def kill(self) -> None:

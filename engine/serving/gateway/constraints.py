@@ -14,6 +14,7 @@ from engine.catalog.catalog import Key
 from engine.errors import Forbidden
 from engine.serving.gateway.answers import mapping, mappings
 from engine.serving.gateway.asgi import Refused
+from engine.serving.gateway.request_size import is_deeper
 
 # Of all constraints of a request together. A schema of 64 KiB has over a thousand properties.
 MOST_BYTES = 64 << 10
@@ -75,7 +76,7 @@ def constraints_of(body: Mapping[str, Any], key: Key) -> list[Constraint]:
                 f"A {kind!r} takes a key with the role {GRAMMAR_ROLE!r}. "
                 "Use a JSON schema, 'regex' or 'choice'."
             )
-        if isinstance(value, dict | list) and _is_deep(value):
+        if is_deeper(value, MOST_DEPTH):
             raise _refused(kind, f"is nested deeper than {MOST_DEPTH} lists and objects")
         if isinstance(value, list) and len(value) > MOST_CHOICES:
             raise _refused(kind, f"has {len(value)} choices; the most is {MOST_CHOICES}")
@@ -131,14 +132,6 @@ def _values(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         custom = mapping(inner.get("format")) or mapping(mapping(tool.get("custom")).get("format"))
         if custom.get("type") == "grammar":
             yield "grammar", custom.get("definition") or custom
-
-
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MOST_DEPTH):
-        inner = [node.values() if isinstance(node, dict) else node for node in level]
-        level = [value for values in inner for value in values if isinstance(value, dict | list)]
-    return bool(level)
 
 
 def _refused(kind: str, fault: str) -> Refused:

@@ -194,8 +194,7 @@ class Gateway:
         if size.samples > most:
             said = f"The request asks for {size.samples} completions, n for each prompt; the most is {most}."
             raise Refused(400, said, "invalid_value", "n")
-        if not is_batch:
-            context = asked.state.meter.context
+        if context is not None:
             refuse_many_logprobs(body, min(len(raw), context * size.prompts), size, context)
         reserved = asked.state.meter.reserve(asked.key, asked.tenant, body, len(raw), size)
         if reserved.length is not None:

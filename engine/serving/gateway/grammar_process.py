@@ -53,7 +53,6 @@ def try_apart(tokenizer_info: Any, constraints: list[list[str]], cpu_s: int) -> 
         except MemoryError:
             os._exit(1)
         except Exception:
-            # Its parts may be a fault each; what they are, vLLM says better.
             os._exit(0)
         os._exit(0)
     _, status = os.waitpid(child, 0)

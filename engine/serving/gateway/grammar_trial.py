@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from engine.serving.gateway.asgi import Refused
 from engine.serving.gateway.constraints import Constraint
@@ -35,7 +36,8 @@ class GrammarTrial:
         # By hash: what is wrong, or None.
         self._verdicts: OrderedDict[str, str | None] = OrderedDict()
         self._turn = asyncio.Lock()
-        self._tenants: dict[str, asyncio.Lock] = {}
+        # A tenant's lock is there as long as somebody waits for it.
+        self._tenants: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def check(self, constraints: Sequence[Constraint], tenant: str) -> None:
         """Return once the constraints have been compiled, at once if they were before.
@@ -65,26 +67,23 @@ class GrammarTrial:
             await process.wait()
 
     async def _decide(self, name: str, asked: str, tenant: str) -> None:
-        mine = self._tenants.setdefault(tenant, asyncio.Lock())
-        try:
-            async with mine, self._turn:
-                # Whoever was in front may have asked the same.
-                if name not in self._verdicts:
-                    self._verdicts[name] = await self._try(asked)
-                    if len(self._verdicts) > KEPT:
-                        self._verdicts.popitem(last=False)
-        finally:
-            if not mine.locked():
-                self._tenants.pop(tenant, None)
+        async with self._tenants.setdefault(tenant, asyncio.Lock()), self._turn:
+            # Whoever was in front may have asked the same.
+            if name not in self._verdicts:
+                self._verdicts[name] = await self._try(asked)
+                if len(self._verdicts) > KEPT:
+                    self._verdicts.popitem(last=False)
 
     async def _try(self, asked: str) -> str | None:
         process = self._process
         if process is None or process.returncode is not None:
             program = ["-m", "engine.serving.gateway.grammar_process", str(self._base), str(self._cpu_s)]
-            # The process ends when this one does: its input ends then.
+            # It ends when this process does, since its input ends then; an interrupt from the keyboard is not
+            # for it.
             process = self._process = await asyncio.create_subprocess_exec(
-                sys.executable, *program, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-            )
+                sys.executable, *program, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )  # fmt: skip
         assert process.stdin
         assert process.stdout
         line = b""

@@ -17,8 +17,8 @@ Check = Callable[[Any], str | None]
 Fields = Mapping[str, Check]
 # Most tokens that a field may name: vLLM refuses what the base's context does not hold.
 MOST_TOKENS = 1 << 24
-# Log-probabilities of a request's prompts and completions, those of alternatives included. Each is an object
-# of vLLM's and of its answer: 30 us on the event loop.
+# Log-probabilities of a request's prompts and of its completions but one, with those of alternatives. Each is
+# an object of vLLM's and of its answer: 30 us on the event loop.
 MOST_LOGPROBS = 1 << 17
 
 
@@ -269,15 +269,21 @@ def end_user_of(body: Mapping[str, Any]) -> str | None:
     return body.get("user") or body.get("safety_identifier") or by_metadata
 
 
-def refuse_many_logprobs(body: Mapping[str, Any], prompt_tokens: int, size: "Size", context: int) -> None:
-    """Raise `Refused` (400) for too many log-probabilities of its prompts, and of all of its completions."""
+def refuse_many_logprobs(body: Mapping[str, Any], prompt_tokens: int, size: Size, context: int) -> None:
+    """Raise `Refused` (400) for too many log-probabilities of its prompts, and of further completions.
+
+    Those of one completion come with its tokens, which limits and budgets bound.
+    """
     of_output = _most(body, "logprobs", "top_logprobs")
     of_prompt = max(_most(body, "prompt_logprobs"), of_output if body.get("echo") else 0)
     each = context if size.most_tokens is None else min(size.most_tokens, context)
     copies = size.samples // size.prompts if body.get("echo") else 1
-    found = prompt_tokens * of_prompt * copies + size.samples * each * of_output
+    found = prompt_tokens * of_prompt * copies + (size.samples - 1) * each * of_output
     if found > MOST_LOGPROBS:
-        said = f"The request may ask for {found} log-probabilities; the most is {MOST_LOGPROBS}."
+        said = (
+            f"The request may ask for {found} log-probabilities of its prompts and further completions; the "
+            f"most is {MOST_LOGPROBS}. Ask for fewer, or in several requests."
+        )
         raise Refused(
             400, said, "invalid_value", "prompt_logprobs" if "prompt_logprobs" in body else "logprobs"
         )

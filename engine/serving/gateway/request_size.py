@@ -34,14 +34,15 @@ def parse_within(raw: bytes, context: int | None) -> dict[str, Any]:
     if context is not None and (values := raw.count(b",") + brackets) > OTHER_VALUES + context:
         raise Refused(413, f"The request body has {values} values; the most is {OTHER_VALUES + context}.")
     body = parse(raw)
-    if brackets > MOST_DEPTH and _is_deep(body):
+    if brackets > MOST_DEPTH and is_deeper(body, MOST_DEPTH):
         raise Refused(400, f"The request body is nested deeper than {MOST_DEPTH} lists and objects.")
     return body
 
 
-def _is_deep(body: dict[str, Any]) -> bool:
-    level: list[Any] = [body]
-    for _ in range(MOST_DEPTH):
+def is_deeper(value: Any, most: int) -> bool:
+    """Return whether lists and objects are nested in each other more than `most` times."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(most):
         inner = [node.values() if isinstance(node, dict) else node for node in level]
         level = [value for values in inner for value in values if isinstance(value, dict | list)]
     return bool(level)

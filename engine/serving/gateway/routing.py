@@ -224,8 +224,7 @@ class Router:
         A release's revision is among them from its approval on, so that users meet a warm canary.
 
         Revisions of another base are not: other engines serve them. Its size grows with the running releases,
-        not with the routes. While the catalog is unreadable it
-        returns the last known set.
+        not with the routes. While the catalog is unreadable it returns the last known set.
         """
         try:
             self._look()

@@ -247,7 +247,7 @@ class TrainerClient(ServiceClient):
     def _run(self, path: str, body: protocol.Request) -> dict[str, Any]:
         def send() -> dict[str, Any]:
             sent = self.http.post(path, content=body.model_dump_json(), headers=_JSON)
-            return self._wait(self._told(sent)["operation"])
+            return self._wait(self._told(sent, dict)["operation"])
 
         session, until = str(getattr(body, "session", "")), time.monotonic() + self.busy_s
         while True:
@@ -267,7 +267,7 @@ class TrainerClient(ServiceClient):
                 raise _Lost(
                     f"The trainer at {self.url} has restarted and does not know the operation {operation}."
                 )
-            answer = self._told(response)
+            answer = self._told(response, dict)
             if answer["state"] == "done":
                 return dict(answer["result"])
             if answer["state"] != "pending":

@@ -14,8 +14,8 @@ import pytest
 
 from engine.clients.controller import ControllerClient
 from engine.ledger.ledger import Ledger
-from engine.ledger.sender import MOST_BYTES, SENT, UNDELIVERABLE, EventSender, open_spool
-from engine.ledger.spool import Spool
+from engine.ledger.sender import MOST_BYTES, SENT, EventSender, open_spool
+from engine.ledger.spool import REJECTED, Spool
 from engine.security.credentials import credential
 from engine.settings.params import Params, load_params
 from tests.helpers.live import free_port
@@ -200,7 +200,7 @@ def test_a_large_file_goes_in_parts_and_what_is_never_taken_is_set_aside(
     assert [name for name in taken if name.startswith("a")] == ["a", "a-1", "a-2", "a-3"]
     assert b"".join(taken[name] for name in ("a", "a-1", "a-2", "a-3")) == b"".join(lines)
     assert max(map(len, taken.values())) <= MOST_BYTES
-    assert [path.name for path in (spool.root / UNDELIVERABLE).iterdir()] == ["b.jsonl"]
+    assert [path.name for path in (spool.root / REJECTED).iterdir()] == ["b.jsonl"]
     # It keeps nothing back.
     filled(tmp_path)
     assert sender.send() == 1

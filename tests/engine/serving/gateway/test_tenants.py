@@ -218,6 +218,10 @@ async def test_log_probabilities_are_bounded(world: World, monkeypatch: pytest.M
             assert (await client.post("/v1/completions", json=prompts | {"logprobs": 20})).status_code == 200
             copies = {"logprobs": 20, "n": 20}
             assert (await client.post("/v1/completions", json=prompts | copies)).status_code == 400
+            # One completion of any length is nobody's harm.
+            one = {"model": "acme-sums", "prompt": "x", "logprobs": 20, "max_tokens": 250}
+            assert (await client.post("/v1/completions", json=one)).status_code == 200
+            assert (await client.post("/v1/completions", json=one | {"n": 2})).status_code == 400
         async with world.client(world.key(roles=["infer", "score"])) as scorer:
             assert (await scorer.post("/v1/completions", json=prompts | more)).status_code == 200
 
