@@ -20,9 +20,9 @@ from engine.catalog import database as databases
 from engine.catalog.records import SCHEMA_VERSION
 from engine.errors import ConfigError, NotFound, ServiceError
 
-# Back-off: after a failed connection that took SILENT_S or longer, a thread does not connect again for
-# SILENT_TIMES that time, at most SILENT_MOST_S. A gateway connects on the event loop of all its streams.
-SILENT_S, SILENT_TIMES, SILENT_MOST_S = 0.5, 5.0, 15.0
+# Back-off: after a failed connection that took SILENT_S or longer nobody connects for as long again, at most
+# SILENT_MOST_S: who asks meanwhile is told at once.
+SILENT_S, SILENT_MOST_S = 0.5, 3.0
 # A server that takes no writes is an `InternalError`; what breaks a constraint or is no SQL is the caller's.
 WRITE_ERRORS = (OperationalError, InternalError, InterfaceError, PoolTimeout)
 Row = TypeVar("Row")
@@ -39,11 +39,6 @@ def schema_fault(label: str, found: str) -> str:
     return f"{told} Start an engine or the controller of this version once: it migrates the catalog."
 
 
-class _Silence(threading.local):
-    until = 0.0
-    said = ""
-
-
 class Access:
     """One open database: connections, transactions and dialect. Thread-safe.
 
@@ -54,8 +49,8 @@ class Access:
         address = databases.database(url)
         self.label = str(address.database if databases.sqlite_path(url) else address.render_as_string())
         self.is_sqlite = address.get_backend_name() == "sqlite"
-        # The back-off of each thread: until when, and the error to raise meanwhile.
-        self._silent = _Silence()
+        # The back-off: until when, and the error to raise meanwhile.
+        self._silent = 0.0, ""
         if self.is_sqlite and not Path(self.label).is_file():
             raise NotFound(f"There is no catalog at {self.label}. Start the services with `graftwork up`.")
         self.engine = databases.open_engine(url)
@@ -148,9 +143,9 @@ class Access:
 
     def _refuse_while_silent(self) -> float:
         """Raise `ServiceError` during a back-off; return the time."""
-        now = time.monotonic()
-        if now < self._silent.until:
-            raise ServiceError(self._silent.said)
+        now, (until, said) = time.monotonic(), self._silent
+        if now < until:
+            raise ServiceError(said)
         return now
 
     def _note_silence(self, error: Exception, began: float) -> None:
@@ -159,10 +154,8 @@ class Access:
         # mean that the server is down.
         connects = isinstance(error, OperationalError) and error.statement is None
         if connects and took_s >= SILENT_S and not self.is_sqlite:
-            self._silent.until = time.monotonic() + min(SILENT_MOST_S, SILENT_TIMES * took_s)
-            self._silent.said = (
-                f"The catalog {self.label} did not answer within {took_s:.1f} s. It is asked again soon."
-            )
+            said = f"The catalog {self.label} did not answer within {took_s:.1f} s. It is asked again soon."
+            self._silent = time.monotonic() + min(SILENT_MOST_S, took_s), said
 
     def _check_schema(self) -> None:
         query = "SELECT version_num FROM alembic_version"

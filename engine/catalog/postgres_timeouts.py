@@ -12,6 +12,8 @@ from typing import Any
 import psycopg
 from psycopg.pq import TransactionStatus
 
+from engine.catalog.waits import WAITS
+
 # Limits on an event loop, which all streams of a gateway share, and in threads: longer than the server's own.
 LOOP_S, THREAD_S = 2.0, 125.0
 
@@ -35,6 +37,8 @@ class TimeoutConnection(psycopg.Connection[Any]):
 
 
 def _timeout_s() -> float:
+    if WAITS.limit_s is not None:
+        return WAITS.limit_s
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -188,13 +188,15 @@ def open_world(
     settings: GatewayConfig | None = None,
     load_queue: int = 1024,
     server: FakeVllm | None = None,
+    url: str | None = None,
 ) -> World:
     """Tenants acme and umbrella have a policy `TENANT-sums` each, with a champion and another revision.
 
-    Without a `server`, Graftwork's own endpoints are behind the gateway, too.
+    Without a `server`, Graftwork's own endpoints are behind the gateway, too. Without a `url`, the catalog is
+    in a file of `root`.
     """
-    url = f"sqlite:///{root}/catalog.db"
-    is_new = not (root / "catalog.db").exists()
+    is_new = url is not None or not (root / "catalog.db").exists()
+    url = url or f"sqlite:///{root}/catalog.db"
     migrate(url)
     catalog = Catalog(url)
     if is_new:

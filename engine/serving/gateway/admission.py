@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from prometheus_client import Counter
 
-from engine.catalog.catalog import Key
+from engine.catalog.catalog import Key, Tenant
 from engine.catalog.keys import OURS, TINKERS
 from engine.errors import Forbidden
 from engine.serving.gateway.asgi import Refused
@@ -31,15 +31,16 @@ log = logging.getLogger("graftwork.admission")
 KEY_LENGTHS = (len(OURS) + 40, len(TINKERS) + 40)
 
 
-def authenticate(router: Router, headers: Mapping[str, str]) -> Key | None:
-    """Return the request's key, of `Authorization: Bearer` or Anthropic's `x-api-key`.
+def authenticate(router: Router, headers: Mapping[str, str]) -> tuple[Key, Tenant] | None:
+    """Return the request's key, of `Authorization: Bearer` or Anthropic's `x-api-key`, and its tenant.
 
     None when it has none or an invalid one.
     """
     scheme, _, plaintext = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         plaintext = headers.get("x-api-key", "")
-    return router.key(plaintext) if len(plaintext) in KEY_LENGTHS else None
+    key = router.key(plaintext) if len(plaintext) in KEY_LENGTHS else None
+    return None if key is None else (key, router.tenant(key.owner))
 
 
 def served(path: str, method: str) -> Endpoint:

@@ -8,6 +8,7 @@ import asyncio
 import socket
 import time
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -33,7 +34,7 @@ from engine.serving.gateway.grammar_trial import GrammarTrial
 from engine.serving.gateway.leaving import end_requests_first
 from engine.serving.gateway.membership import Membership
 from engine.serving.gateway.meter import Meter
-from engine.serving.gateway.prewarming import Prewarmer, names_under_release
+from engine.serving.gateway.prewarming import Prewarmer, names_of
 from engine.serving.gateway.request_ids import is_given_to
 from engine.serving.gateway.reservation import TEMPLATE_TOKENS
 from engine.serving.gateway.rollouts import gate_of_platform, rollouts
@@ -127,7 +128,7 @@ class GraftworkEndpoints:
             open_store(params),
             params.engine,
             on_load=lambda **fields: spool.emit("loads", **fields),
-            pinned=lambda: names_under_release(router),
+            pinned=lambda: names_of(router.last_released),
             metrics=LoadMetrics(REGISTRY),
         )
         engine.watch(tier.take_report)
@@ -214,7 +215,8 @@ async def ready(request: Request) -> Response:
     if (membership := getattr(request.app.state, "graftwork_membership", None)) is not None:
         state: GatewayState = request.app.state.graftwork
         try:
-            why = membership.why_not_ready(state.router, request.app.state.graftwork_prewarmer.missing)
+            missing = request.app.state.graftwork_prewarmer.missing
+            why = await state.router.ask(partial(membership.why_not_ready, state.router, missing))
         except GraftworkError:
             why = "catalog"
     return JSONResponse({"ready": why is None, "reason": why}, 503 if why else 200)
@@ -268,7 +270,8 @@ async def models(request: Request) -> dict[str, Any]:
     """List the base and the first 1,000 policies that the key may use; revisions are not listed."""
     state: GatewayState = request.app.state.graftwork
     key: Key = request.state.graftwork_key
-    names = [state.router.base_name, *state.router.policies(MODELS, key.policies)]
+    known = await state.router.ask(partial(state.router.policies, MODELS, key.policies))
+    names = [state.router.base_name, *known]
     return {"object": "list", "data": [_card(name) for name in names]}
 
 
@@ -314,7 +317,8 @@ async def prewarm(body: Prewarm, request: Request) -> Any:
         target, _ = await state.router.admit(body.model, "", key=key)
         if target.policy is None or target.digest is None:
             return {"model": body.model, "revision": "base", "estimate_s": 0.0}
-        revision, tenant = state.router.revision(target.policy, target.digest), state.router.tenant(key.owner)
+        revision = await state.router.ask(partial(state.router.revision, target.policy, target.digest))
+        tenant = await state.router.ask(partial(state.router.tenant, key.owner))
         state.meter.prewarm(key, tenant, target.name or "", state.residency.is_loading)
         estimate_s = state.residency.prewarm(revision)
     except GraftworkError as error:

@@ -158,13 +158,13 @@ class Gateway:
             headers = {
                 name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in READ
             }
-            key = authenticate(state.router, headers)
-            if key is None:
+            found = await state.router.ask(partial(authenticate, state.router, headers))
+            if found is None:
                 self._failed.note((scope.get("client") or ("unknown",))[0])
                 return await send_no_key(send, path)
+            key, tenant = found
             endpoint = served(path, method)
             require(endpoint.path, endpoint.roles, key)
-            tenant = state.router.tenant(key.owner)
             request_id = id_for(key, scope["state"]["graftwork_request"], state.router.hash_once)
             scope["state"] |= {"graftwork_key": key, "graftwork_request": request_id}
             asked = Inbound(state, request_id, key, tenant, endpoint, headers, scope, receive, send)
@@ -243,7 +243,7 @@ class Gateway:
             if not await self._answer(asked, exchange, admit, call, bill, body):
                 exchange.take_told(call)
                 exchange.as_attempt().record(state.spool, state.name)
-                exchange = exchange.again(state.router.instead_of(exchange.target))
+                exchange = exchange.again(await instead_of(state.router, exchange.target))
                 # A failed attempt is not billed.
                 call = call.again()
                 await self._answer(asked, exchange, admit, call, bill, body)
@@ -292,13 +292,13 @@ class Gateway:
         is_again = exchange.target.arm == FALLBACK
         while True:
             if exchange.target.arm == CANARY:
-                if not is_again and (canary := hold_canary(state, exchange.target)) is not None:
+                if not is_again and (canary := await hold_canary(state, exchange.target)) is not None:
                     return canary
-                exchange.target = state.router.instead_of(exchange.target)
+                exchange.target = await instead_of(state.router, exchange.target)
             policy, digest = exchange.target.policy, exchange.target.digest
             if policy is None or digest is None:
                 return None
-            revision = state.router.revision(policy, digest)
+            revision = await state.router.ask(partial(state.router.revision, policy, digest))
             if (warm := residency.hold_warm(revision)) is not None:
                 return warm
             with state.meter.cold_load(asked.key, asked.tenant, served_name(policy, digest)):
@@ -306,7 +306,7 @@ class Gateway:
                 name = await unless_left(asked.receive, held, residency.release)
             with ExitStack() as otherwise:
                 otherwise.callback(residency.release, name, is_use=False)
-                residency.refuse_quarantined(revision)
+                await residency.refuse_quarantined(revision)
                 exchange.target, exchange.admitted_at = await admit()
                 if exchange.target.digest == digest:
                     otherwise.pop_all()
@@ -365,11 +365,17 @@ def sets_id(state: GatewayState | None) -> bool:
     return state is not None and state.settings.proxy_sets_id
 
 
-def hold_canary(state: GatewayState, target: Target) -> str | None:
+async def instead_of(router: Router, canary: Target) -> Target:
+    """Return who answers in a canary's place."""
+    return await router.ask(partial(router.instead_of, canary))
+
+
+async def hold_canary(state: GatewayState, target: Target) -> str | None:
     """Hold a canary if it is resident here, and return its served name; else prewarm it and return None."""
     # Whatever keeps it from being loaded, no user's request may fail by it.
     with suppress(GraftworkError):
-        revision = state.router.revision(target.policy or "", target.digest or "")
+        wanted = partial(state.router.revision, target.policy or "", target.digest or "")
+        revision = await state.router.ask(wanted)
         if (name := state.residency.hold_warm(revision)) is not None:
             return name
         state.residency.prewarm(revision)

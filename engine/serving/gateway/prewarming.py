@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class Prewarmer:
         noted_at = time.monotonic()
         while True:
             try:
-                self.look()
+                await self.look()
                 self._tell(self.loads())
                 if time.monotonic() - noted_at >= NOTE_S:
                     noted_at = time.monotonic()
@@ -78,13 +79,14 @@ class Prewarmer:
                 log.warning("Prewarming failed and will be retried: %s", error)
             await asyncio.sleep(LOOK_S)
 
-    def look(self) -> None:
+    async def look(self) -> None:
         """Prewarm revisions that are newly under release, then pending ones, as far as the queue has room."""
-        changed = self._router.take_changed()
+        router = self._router
+        changed = await router.ask(router.take_changed)
         self._to_check = None if changed is None or self._to_check is None else self._to_check | changed
         if self._to_check is None or self._to_check:
-            self._drop_what_is_gone(self._to_check)
-        released = self._router.under_release()
+            await self._drop_what_is_gone(self._to_check)
+        released = await router.ask(router.under_release)
         fresh = released - self._seen
         if not released <= self._known:
             self._known, self._notes = released, 0
@@ -95,7 +97,8 @@ class Prewarmer:
             policy, digest = self._pending[0]
             try:
                 # Not a use: prewarming must not make an adapter more popular.
-                self._residency.prewarm(self._router.revision(policy, digest), is_use=False)
+                revision = await router.ask(partial(router.revision, policy, digest))
+                self._residency.prewarm(revision, is_use=False)
                 self._asked.add(served_name(policy, digest))
             except Busy:
                 return
@@ -115,10 +118,10 @@ class Prewarmer:
 
     def missing(self) -> list[str]:
         """Return the served names under release that are not loaded."""
-        names = (served_name(*pair) for pair in self._router.under_release())
+        names = names_of(self._router.under_release())
         return sorted(name for name in names if name not in self._residency.residents)
 
-    def _drop_what_is_gone(self, policies: set[str] | None) -> None:
+    async def _drop_what_is_gone(self, policies: set[str] | None) -> None:
         """Drop residents whose rows were purged or have expired, and those in quarantine.
 
         Quarantined ones must go because a slot may be filled from damaged bytes. Rows that cannot be read
@@ -130,14 +133,17 @@ class Prewarmer:
             for name, resident in self._residency.residents.items()
             if policies is None or resident.revision.policy in policies
         }
-        damaged = self._router.in_quarantine(rows.values())
+        router = self._router
+        damaged = await router.ask(partial(router.in_quarantine, rows.values()))
         in_use = set()
         for name, row in rows.items():
+            if name not in self._residency.residents:
+                continue
             if (row.policy, row.digest) in damaged:
                 self._residency.lose(name)
                 continue
             try:
-                self._router.revision(row.policy, row.digest, may_be_old=False)
+                await router.ask(partial(router.revision, row.policy, row.digest, may_be_old=False))
             except NotFound:
                 if not self._residency.drop(name):
                     in_use.add(row.policy)
@@ -200,6 +206,6 @@ def _is_note(row: dict[str, Any]) -> bool:
     )
 
 
-def names_under_release(router: Router) -> frozenset[str]:
-    """Return the served names that must stay resident: those of running releases."""
-    return frozenset(served_name(policy, digest) for policy, digest in router.under_release())
+def names_of(released: frozenset[tuple[str, str]]) -> frozenset[str]:
+    """Return the served names of revisions (policy, digest) that must stay resident."""
+    return frozenset(served_name(policy, digest) for policy, digest in released)

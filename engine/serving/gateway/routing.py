@@ -5,16 +5,18 @@ with a million policies as with one.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from engine.catalog.catalog import Catalog, Key, Revision, Route, Tenant
 from engine.catalog.keys import hash_key
 from engine.errors import AdapterError, Conflict, Forbidden, Gone, GraftworkError, NotFound, ServiceError
 from engine.serving.gateway.arms import CANARY, FALLBACK, Target, in_canary
+from engine.serving.gateway.catalog_watch import CatalogWatch
 from engine.serving.gateway.row_cache import LEAST_ROWS, RowCache
 from engine.serving.gateway.suggesting import SHOWN, Suggester
 from engine.settings.params import DIGEST12, POLICY_NAME, served_name, split_served_name
@@ -35,7 +37,10 @@ log = logging.getLogger("graftwork.routing")
 
 
 class Router:
-    """Resolve model names; every call sees the newest committed rows. Not thread-safe."""
+    """Resolve model names; every call sees the newest committed rows.
+
+    With a catalog on a server a call may wait for it: on an event loop, ask through `ask`. Thread-safe.
+    """
 
     def __init__(
         self,
@@ -55,23 +60,22 @@ class Router:
         self._catalog = catalog
         # An HMAC of some words with the installation's secret (24 hex digits).
         self.keyed_hash = lru_cache(KEPT_HASHES)(catalog.keyed_hash)
+        # Reads the secret, for which no request then waits.
+        self.keyed_hash()
         # The same of words that do not come again.
         self.hash_once = catalog.keyed_hash
         self._said = ""
         self.clock = clock
-        # Of the whole catalog, and the number of the newest change that was read.
-        self._version: int | None = None
-        self._seen = 0
-        # The newest look at the catalog, and the newest one that could read it.
-        self._looked_at = self._read_at = clock()
+        self._watch = CatalogWatch(catalog, lambda: self.clock(), self._note)
+        self.ask = self._watch.ask
         self._cached_rows = cached_rows
         self._rows = RowCache(cached_rows)
         self._absent = RowCache(ABSENT_ROWS)
-        self._suggester = Suggester(catalog, base_name)
+        self._suggester = Suggester(catalog, base_name, self._watch.in_thread)
         # Policies with changes not taken yet; None: any policy may have changed.
         self._changed: set[str] | None = set()
-        # How often the feed had something new, and what was under release then.
-        self._feed = 0
+        self._changing = threading.Lock()
+        # What was under release at the watch's look of this number.
         self._released: tuple[int | None, frozenset[tuple[str, str]]] = None, frozenset()
 
     def key(self, plaintext: str) -> Key | None:
@@ -99,15 +103,17 @@ class Router:
 
         Such keys may be many, and most are bad ones.
         """
+        self._watch.refuse_on_loop()
+        seen = self._watch.seen
         try:
             key = self._catalog.keys.find_hash(row[1])
         except ServiceError as error:
             raise self._unreadable(error) from None
         if key is None:
-            self._absent.put(row, self._seen, None)
+            self._absent.put(row, seen, None)
             return None
         # Before the look, which may find that the key has changed since.
-        self._rows.put(row, self._seen, key)
+        self._rows.put(row, seen, key)
         self._look()
         return key
 
@@ -178,18 +184,24 @@ class Router:
         """
         began = time.time()
         try:
-            target = self.resolve(model, unit, purpose, key)
+            target, read_at = await self.ask(partial(self._admitted, model, unit, purpose, key))
         except NotFound as missing:
             if missing.nearest:
                 raise
             mine = tuple(key.policies) if key is not None else ()
             try:
-                told = await self._suggester.unknown(model, self._seen, mine)
+                told = await self._suggester.unknown(model, self._watch.seen, mine)
             except ServiceError as error:
                 raise self._unreadable(error) from None
             raise told from None
         # Requests may share a look: a server is asked five times a second.
-        return target, min(began, time.time() - (self.clock() - self._read_at))
+        return target, min(began, time.time() - (self.clock() - read_at))
+
+    def _admitted(self, model: str, unit: str, purpose: str, key: Key | None) -> tuple[Target, float]:
+        """Return what `resolve` does, and when the look behind it began (the router's clock)."""
+        self._look()
+        read_at = self._watch.read_at
+        return self.resolve(model, unit, purpose, key), read_at
 
     def revision(self, policy: str, digest: str, may_be_old: bool = True) -> Revision:
         """Return a revision by its digest or a prefix of it.
@@ -206,16 +218,19 @@ class Router:
 
     def in_quarantine(self, revisions: Iterable[Revision]) -> set[tuple[str, str]]:
         """Return (policy, digest) of those revisions that are in quarantine: their bytes are damaged."""
+        self._watch.refuse_on_loop()
         return self._catalog.quarantine.among([revision.digest for revision in revisions])
 
     def policies(self, limit: int, patterns: Sequence[str] = ()) -> list[str]:
         """Return the first `limit` names of policies that `patterns` (none: all) cover, in order."""
+        self._watch.refuse_on_loop()
         return self._catalog.routes.first_policies(limit, patterns)
 
     def take_changed(self) -> set[str] | None:
         """Return the policies that changed since the last call; None: any policy may have changed."""
         self._look()
-        changed, self._changed = self._changed, set()
+        with self._changing:
+            changed, self._changed = self._changed, set()
         return changed
 
     def under_release(self) -> frozenset[tuple[str, str]]:
@@ -228,13 +243,19 @@ class Router:
         """
         try:
             self._look()
-            if self._released[0] != self._feed:
-                self._released = self._feed, self._read_released()
+            if self._released[0] != (seen := self._watch.seen):
+                self._released = seen, self._read_released()
         except GraftworkError as error:
             log.warning("Cannot read the running releases; using the last known ones: %s", error)
         return self._released[1]
 
+    @property
+    def last_released(self) -> frozenset[tuple[str, str]]:
+        """Return what `under_release` last returned, without a look."""
+        return self._released[1]
+
     def _read_released(self) -> frozenset[tuple[str, str]]:
+        self._watch.refuse_on_loop()
         found = set()
         for release in self._catalog.releases.all(open_only=True):
             route = self._route(release.policy)
@@ -261,20 +282,11 @@ class Router:
     def _look(self) -> None:
         """Check for changes in the catalog. Takes microseconds, so every request does it."""
         try:
-            version = self._catalog.changes.version()
-            if version != self._version:
-                self._seen, names = self._catalog.changes.since(self._seen)
-                self._rows.note(self._seen, names)
-                self._absent.note(self._seen, names)
-                self._note_changed(names)
-                self._version = version
-                self._feed += names is None or bool(names)
-            self._read_at = self.clock() - self._catalog.changes.age()
-            self._said = ""
+            self._watch.look()
         except ServiceError as error:
-            if self._version is None:
-                raise self._unreadable(error) from None
-        self._looked_at = self.clock()
+            raise self._unreadable(error) from None
+        if not self._watch.fails:
+            self._said = ""
 
     def _unreadable(self, error: ServiceError) -> ServiceError:
         """Return what a client hears; the cause, which names the database's place, is logged once."""
@@ -283,17 +295,26 @@ class Router:
         self._said = str(error)
         return ServiceError("The catalog cannot be read. Try again.")
 
-    def _note_changed(self, names: set[str | None] | None) -> None:
-        if names is None or self._changed is None or len(self._changed) >= self._cached_rows:
-            self._changed = None
-        else:
-            self._changed |= {name for name in names if name is not None}
+    def _note(self, seen: int, names: set[str | None] | None) -> None:
+        """Take what the watch's look number `seen` found; None: any policy may have changed."""
+        self._rows.note(seen, names)
+        self._absent.note(seen, names)
+        with self._changing:
+            if names is None or self._changed is None or len(self._changed) >= self._cached_rows:
+                self._changed = None
+            else:
+                self._changed |= {name for name in names if name is not None}
 
     def _read(self, whose: str | None, key: Hashable, read: Callable[[], Any]) -> Any:
         """Return the cached row, or a new read if it has changed; the old row while it is unreadable."""
         kept = self._rows.get(key)
         if kept is not None and self._rows.is_fresh(whose, kept[0]):
             return kept[1]
+        if not self._watch.may_read and kept is not None and self._is_old_news(key):
+            return kept[1]
+        self._watch.refuse_on_loop()
+        # As of before the read: what changes meanwhile is read again.
+        seen = self._watch.seen
         try:
             value = read()
         except (NotFound, Conflict):
@@ -305,8 +326,12 @@ class Router:
                 raise self._unreadable(error) from None
             self._rows.fail(key, self.clock())
             return kept[1]
-        self._rows.put(key, self._seen, value)
+        self._rows.put(key, seen, value)
         return value
+
+    def _is_old_news(self, key: Hashable) -> bool:
+        """Return whether a row that has changed could not be read again, and still cannot be."""
+        return self._watch.fails and self._rows.unread_since(key) is not None
 
     def _find(self, whose: str | None, key: Hashable, read: Callable[[], Any]) -> Any:
         """Return a row as `_read` does, or None: that there is none is kept as well, apart from the rows.
@@ -320,14 +345,14 @@ class Router:
                 raise NotFound("The catalog has no such row.")
             return found
 
-        absent = self._absent.get(key)
+        seen, absent = self._watch.seen, self._absent.get(key)
         if absent is not None and self._absent.is_fresh(whose, absent[0]):
             return None
         try:
             return self._read(whose, key, read_there)
         except NotFound:
             # A client can invent any number of names, so these must not push out rows.
-            self._absent.put(key, self._seen, None)
+            self._absent.put(key, seen, None)
             return None
 
     def is_stale(self) -> bool:
@@ -341,7 +366,7 @@ class Router:
         Counts until the newest look, not until now: a process that gets no CPU in between has read it.
         """
         since = [at for key in keys if (at := self._rows.unread_since(key)) is not None]
-        return self._looked_at - min([self._read_at, *since])
+        return self._watch.looked_at - min([self._watch.read_at, *since])
 
     def _route(self, policy: str) -> Route | None:
         route: Route | None = self._find(policy, ("route", policy), lambda: self._catalog.routes.get(policy))
@@ -356,6 +381,7 @@ class Router:
 
         if len(digest) < DIGEST12:
             # Not cached: a new revision may make a short prefix ambiguous.
+            self._watch.refuse_on_loop()
             try:
                 found = read()
             except ServiceError as error:
@@ -399,6 +425,9 @@ class Router:
 
     def _follow(self, route: Route, unit: str) -> Target:
         arms = [(CANARY, route.canary)] if in_canary(route, unit) else []
+        if arms and route.champion:
+            # Who takes the canary's place once the catalog is silent must be known by then.
+            self._tombstone(route.policy, route.champion)
         for arm, digest in [*arms, ("champion", route.champion)]:
             if digest and not self._has_tombstone(route.policy, digest):
                 read = ("route", route.policy), _tombstone_key(route.policy, digest)

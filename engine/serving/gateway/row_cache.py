@@ -1,5 +1,6 @@
 """A bounded LRU cache of catalog rows, which tracks the rows that have changed and those now unreadable."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
@@ -16,14 +17,19 @@ def rows_to_cache(host_adapters: int) -> int:
 
 
 class RowCache:
-    """Catalog rows, each with the number of the newest change when it was read. LRU eviction."""
+    """Catalog rows, each with the number of the newest look at the catalog before it was read. LRU eviction.
+
+    Thread-safe.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
+        self._lock = threading.Lock()
         self._rows: OrderedDict[Hashable, tuple[int, Any]] = OrderedDict()
         # Since when a changed row could not be read again.
         self._unread: dict[Hashable, float] = {}
-        # The newest change of each policy (None: keys), and a lower bound for policies dropped from it.
+        # The newest look that found a change of each policy (None: keys), and a lower bound for those that
+        # are dropped from here.
         self._changed: OrderedDict[str | None, int] = OrderedDict()
         self._all_changed = 0
 
@@ -31,22 +37,28 @@ class RowCache:
         return key in self._rows
 
     def get(self, key: Hashable) -> tuple[int, Any] | None:
-        """Return (change when read, row), or None when the row is not cached."""
-        kept = self._rows.get(key)
-        if kept is not None:
-            self._rows.move_to_end(key)
-        return kept
+        """Return (look when read, row), or None when the row is not cached."""
+        with self._lock:
+            kept = self._rows.get(key)
+            if kept is not None:
+                self._rows.move_to_end(key)
+            return kept
 
     def put(self, key: Hashable, seen: int, value: Any) -> None:
-        """Cache a row that was read when `seen` was the newest change."""
-        self._rows[key] = seen, value
-        self._rows.move_to_end(key)
-        self._unread.pop(key, None)
-        if len(self._rows) > self._most:
-            self.drop(next(iter(self._rows)))
+        """Cache a row that was read when `seen` was the newest look."""
+        with self._lock:
+            self._rows[key] = seen, value
+            self._rows.move_to_end(key)
+            self._unread.pop(key, None)
+            if len(self._rows) > self._most:
+                self._drop(next(iter(self._rows)))
 
     def drop(self, key: Hashable) -> None:
         """Remove a row, if it is cached."""
+        with self._lock:
+            self._drop(key)
+
+    def _drop(self, key: Hashable) -> None:
         self._rows.pop(key, None)
         self._unread.pop(key, None)
 
@@ -59,22 +71,20 @@ class RowCache:
         return self._unread.get(key)
 
     def is_fresh(self, whose: str | None, seen: int) -> bool:
-        """Return whether nothing of this policy (None: the keys) has changed since change `seen`."""
+        """Return whether nothing of this policy (None: the keys) has changed since look `seen`."""
         return seen >= max(self._all_changed, self._changed.get(whose, 0))
 
-    def note(self, change: int, names: set[str | None] | None) -> None:
-        """Mark rows of these policies as stale when they were read before `change`; None: drop every row.
-
-        After None, changes count from 0 again: the catalog may be a restored backup.
-        """
-        if names is None:
-            self._rows.clear()
-            self._unread.clear()
-            self._changed.clear()
-            self._all_changed = 0
-            return
-        for name in names:
-            self._changed[name] = change
-            self._changed.move_to_end(name)
-        while len(self._changed) > self._most:
-            self._all_changed = max(self._all_changed, self._changed.popitem(last=False)[1])
+    def note(self, look: int, names: set[str | None] | None) -> None:
+        """Mark rows of these policies as stale when they were read before this look; None: drop every row."""
+        with self._lock:
+            if names is None:
+                self._rows.clear()
+                self._unread.clear()
+                self._changed.clear()
+                self._all_changed = look
+                return
+            for name in names:
+                self._changed[name] = look
+                self._changed.move_to_end(name)
+            while len(self._changed) > self._most:
+                self._all_changed = max(self._all_changed, self._changed.popitem(last=False)[1])

@@ -4,7 +4,7 @@ To find similar names takes milliseconds, so a thread does it, for a few request
 get the same error until something changes.
 """
 
-import asyncio
+from collections.abc import Awaitable, Callable
 
 from engine.catalog.catalog import Catalog
 from engine.catalog.records import covers
@@ -23,8 +23,9 @@ AT_ONCE = 2
 class Suggester:
     """Adds suggestions to the errors of one gateway. Not thread-safe."""
 
-    def __init__(self, catalog: Catalog, base_name: str):
-        self._catalog, self._base_name = catalog, base_name
+    def __init__(self, catalog: Catalog, base_name: str, in_thread: Callable[..., Awaitable[NotFound]]):
+        """`in_thread` returns what a call returns that waits for the catalog."""
+        self._catalog, self._base_name, self._in_thread = catalog, base_name, in_thread
         self._kept = RowCache(KEPT)
         self._running = 0
 
@@ -41,7 +42,7 @@ class Suggester:
             return NotFound(f"Unknown model {model[:SHOWN]!r}.")
         self._running += 1
         try:
-            found = await asyncio.to_thread(self._find, model, patterns)
+            found = await self._in_thread(self._find, model, patterns)
         finally:
             self._running -= 1
         self._kept.put((model, patterns), change, (str(found), found.nearest))

@@ -62,8 +62,13 @@ class AdapterFetch:
         """Raise `NotFound` when the row is gone by now, and `AdapterError` when it is in quarantine."""
         await self.in_thread(self._confirm, row)
 
-    def refuse_quarantined(self, row: Revision) -> None:
+    async def refuse_quarantined(self, row: Revision) -> None:
         """Raise `AdapterError` with the reason when a revision is in quarantine."""
+        if self._catalog.is_file:
+            return self._refuse_quarantined(row)
+        return await self.in_thread(self._refuse_quarantined, row)
+
+    def _refuse_quarantined(self, row: Revision) -> None:
         reason = self._catalog.quarantine.reason(row.policy, row.digest)
         if reason is not None:
             raise AdapterError(
@@ -79,7 +84,7 @@ class AdapterFetch:
 
     def _fetch(self, row: Revision) -> dict[str, Any]:
         """Return the bytes' local address, after downloading them if the store is remote."""
-        self.refuse_quarantined(row)
+        self._refuse_quarantined(row)
         path, offset = self._store.fetch(location(row))
         return {
             "path": str(path),
@@ -91,7 +96,7 @@ class AdapterFetch:
 
     def _confirm(self, row: Revision) -> None:
         self._catalog.revisions.get(row.policy, row.digest)
-        self.refuse_quarantined(row)
+        self._refuse_quarantined(row)
 
     def _look_again(self, row: Revision) -> Revision | None:
         """Return the current row if a retry may succeed: the bytes moved, or a cached copy was dropped."""

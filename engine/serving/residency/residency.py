@@ -110,9 +110,9 @@ class Residency:
             name = load.name
         return name
 
-    def refuse_quarantined(self, revision: Revision) -> None:
+    async def refuse_quarantined(self, revision: Revision) -> None:
         """Raise `AdapterError` when a revision is in quarantine now."""
-        self.fetch.refuse_quarantined(revision)
+        await self.fetch.refuse_quarantined(revision)
 
     def release(self, name: str, is_use: bool = True) -> None:
         """End a hold; `is_use` says whether a request used the adapter."""

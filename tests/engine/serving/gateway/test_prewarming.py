@@ -7,7 +7,7 @@ import time
 import pytest
 
 from engine.errors import NotFound, ServiceError
-from engine.serving.gateway.prewarming import Prewarmer, names_under_release
+from engine.serving.gateway.prewarming import Prewarmer, names_of
 from tests.helpers.adapters_cold import FakeEngine, name_of, residency, revision, settle, use
 
 MIB = 1 << 20
@@ -24,6 +24,13 @@ class FakeRouter:
 
     def under_release(self):
         return self.released
+
+    @property
+    def last_released(self):
+        return self.released
+
+    async def ask(self, call):
+        return call()
 
     def take_changed(self):
         changed, self.changed = self.changed, set()
@@ -42,13 +49,13 @@ async def test_a_release_brings_its_canary_and_champion(tmp_path):
     engine, router = FakeEngine(0), FakeRouter()
     tier = residency(engine)
     prewarmer = Prewarmer(tier, router, tmp_path / "warm.json")
-    prewarmer.look()
+    await prewarmer.look()
     assert tier.loading == 0
     router.released = frozenset(("sums", revision(i).digest) for i in (1, 2))
-    assert names_under_release(router) == {name_of(1), name_of(2)}
-    prewarmer.look()
+    assert names_of(router.last_released) == {name_of(1), name_of(2)}
+    await prewarmer.look()
     await settle(lambda: [resident.users for resident in tier.residents.values()] == [0, 0])
-    prewarmer.look()
+    await prewarmer.look()
     assert sorted(engine.prepared) == [name_of(1), name_of(2)]
     assert all(resident.users == 0 for resident in tier.residents.values())
 
@@ -59,13 +66,11 @@ async def test_few_wait_at_once_so_that_none_waits_too_long(tmp_path, monkeypatc
     router.released = frozenset(("sums", revision(i).digest) for i in range(12))
     prewarmer = Prewarmer(tier, router, tmp_path / "warm.json")
     waiting = []
-
-    def done() -> bool:
-        prewarmer.look()
-        waiting.append(tier.loading)
-        return len(tier.residents) == 12
-
-    await settle(done)
+    async with asyncio.timeout(60):
+        while len(tier.residents) < 12:
+            await prewarmer.look()
+            waiting.append(tier.loading)
+            await asyncio.sleep(0.001)
     assert max(waiting) == 2
 
 
@@ -85,7 +90,7 @@ async def test_a_release_whose_load_failed_is_loaded_later(tmp_path, monkeypatch
 async def test_what_is_gone_does_not_keep_the_others_from_coming(tmp_path):
     router, tier = FakeRouter(known=2), residency(FakeEngine(0))
     router.released = frozenset({("sums", revision(1).digest), ("sums", "ff" * 32)})
-    Prewarmer(tier, router, tmp_path / "warm.json").look()
+    await Prewarmer(tier, router, tmp_path / "warm.json").look()
     await settle(lambda: set(tier.residents) == {name_of(1)})
 
 
@@ -126,13 +131,13 @@ async def test_what_was_purged_leaves_once_its_last_request_has(tmp_path):
     await asyncio.sleep(0)
     for i in (1, 2):
         del router.rows[revision(i).digest]
-    prewarmer.look()
+    await prewarmer.look()
     assert len(tier.residents) == 3
     router.changed = {"sums"}
-    prewarmer.look()
+    await prewarmer.look()
     assert set(tier.residents) == {name_of(0), name_of(2)}
     await busy
-    prewarmer.look()
+    await prewarmer.look()
     await settle(lambda: engine.held == {name_of(0)})
 
 
@@ -146,7 +151,7 @@ async def test_what_came_into_quarantine_is_served_no_more(tmp_path):
     await asyncio.sleep(0)
     router.damaged = {("sums", revision(i).digest) for i in (1, 2)}
     router.changed = {"sums"}
-    prewarmer.look()
+    await prewarmer.look()
     assert set(tier.residents) == {name_of(0), name_of(2)}
     with pytest.raises(ServiceError, match="lost the bytes"):
         tier.hold_warm(revision(2))
@@ -194,9 +199,9 @@ async def test_what_could_not_be_looked_at_is_looked_at_again(tmp_path):
 
     router.revision, router.changed = fails, {"sums"}
     with pytest.raises(ServiceError):
-        prewarmer.look()
+        await prewarmer.look()
     router.revision = plain
-    prewarmer.look()
+    await prewarmer.look()
     assert set(tier.residents) == {name_of(0), name_of(1)}
 
 
@@ -206,7 +211,7 @@ async def test_when_anything_may_have_changed_everything_is_looked_at(tmp_path):
     prewarmer = Prewarmer(tier, router, tmp_path / "warm.json")
     del router.rows[revision(1).digest]
     router.take_changed = lambda: None
-    prewarmer.look()
+    await prewarmer.look()
     assert tier.residents == {}
 
 
