@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError, ServiceError
@@ -20,24 +21,37 @@ def usage_by(
 ) -> list[dict[str, Any]]:
     """Return requests and tokens by subject and purpose, the most tokens first; none without a usage log.
 
+    With a catalog on a server they are all machines', as they were a few seconds ago.
+
     `begin` and `end` are ISO times (UTC); the hours from `begin` on and before `end` count. Raises
     `ConfigError` for an unknown subject or another form of time.
     """
+    from engine.catalog.access import Access
+    from engine.catalog.database import sqlite_path
+    from engine.metering.shared_usage import sums_by
+
     if by not in SUBJECTS:
         raise ConfigError(f"Usage is summed up by {', '.join(SUBJECTS)}, not by {by!r}.")
-    path = params.paths.usage / "usage.db"
-    hours = hour_of(begin, "--from", 0), hour_of(end, "--to", 1 << 40)
+    hours = hour_of(begin, "--from", 0), hour_of(end, "--to", 1 << 30)
+    if sqlite_path(params.paths.catalog_url) is None:
+        with closing(Access(params.paths.catalog_url)) as access:
+            found = sums_by(access, by, *hours)
+    else:
+        found = _of_this_machine(params.paths.usage / "usage.db", by, hours)
+    rows = [_row(params, by, row) for row in found]
+    return sorted(rows, key=lambda row: (-row["tokens"], row[by]))
+
+
+def _of_this_machine(path: Path, by: str, hours: tuple[int, int]) -> list[tuple[Any, ...]]:
     if not path.is_file():
         return []
     columns = f"{by}, purpose, sum(requests), sum(prompt), sum(completion), sum(unknown)"
     query = f"SELECT {columns} FROM hours WHERE hour >= ? AND hour < ? GROUP BY {by}, purpose"
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
-            found = connection.execute(query, hours).fetchall()
+            return connection.execute(query, hours).fetchall()
     except sqlite3.Error as error:
         raise ServiceError(f"The usage log {path} cannot be read: {error}.") from None
-    rows = [_row(params, by, row) for row in found]
-    return sorted(rows, key=lambda row: (-row["tokens"], row[by]))
 
 
 def _row(params: Params, by: str, row: Sequence[Any]) -> dict[str, Any]:

@@ -81,13 +81,13 @@ class Access:
         return sqlite3.connect(self.label, isolation_level=None, check_same_thread=False)
 
     @contextmanager
-    def write(self) -> Iterator[Connection]:
-        """Open a write transaction.
+    def write(self, is_alone: bool = True) -> Iterator[Connection]:
+        """Open a write transaction; one that nobody else's rows matter to need not be alone.
 
         Raises `ServiceError` when the disk is full, the lock is not free in time or the server only reads.
         """
         try:
-            with self._writer.begin() as connection:
+            with (self._writer if is_alone else self.engine).begin() as connection:
                 yield connection
         except WRITE_ERRORS as error:
             cause = getattr(error, "orig", error)

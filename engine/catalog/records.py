@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # The newest file of engine/catalog/migrations/versions.
-SCHEMA_VERSION = "0011"
+SCHEMA_VERSION = "0012"
 # Values of `Revision.state`; a row holds the index.
 STATES = ("snapshot", "exported")
 # A release's verdicts, each with its final state; and the reverse.

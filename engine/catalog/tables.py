@@ -242,6 +242,33 @@ budgets = Table(
     Column("drawn", BigInteger, nullable=False),
 )
 
+# Each machine's usage log, as it was last copied, and when it was last heard of (this server's clock).
+usage_logs = Table(
+    "usage_logs",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("turn", BigInteger, nullable=False),
+    Column("seen_at", Float, nullable=False),
+)
+
+usage_hours = Table(
+    "usage_hours",
+    metadata,
+    Column("log", String, primary_key=True),
+    Column("hour", Integer, primary_key=True, autoincrement=False),
+    Column("tenant", String, primary_key=True),
+    Column("key", String, primary_key=True),
+    Column("policy", String, primary_key=True),
+    Column("revision", String, primary_key=True),
+    Column("purpose", String, primary_key=True),
+    Column("requests", BigInteger, nullable=False),
+    Column("prompt", BigInteger, nullable=False),
+    Column("completion", BigInteger, nullable=False),
+    Column("unknown", BigInteger, nullable=False),
+    Column("open", BigInteger, nullable=False),
+    Column("reserved", BigInteger, nullable=False),
+)
+
 # Only tenants with limits or a weight of their own have a row.
 tenants = Table(
     "tenants",

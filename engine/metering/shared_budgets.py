@@ -18,11 +18,11 @@ class SharedBudgets:
     """The drawn tokens of every subject and period, in the catalog at `url`. Thread-safe."""
 
     def __init__(self, url: str):
-        self._access = Access(url)
+        self.access = Access(url)
 
     def close(self) -> None:
         """Close the connections."""
-        self._access.close()
+        self.access.close()
 
     def draw(self, subject: str, period: str, budget: int, wanted: int) -> int:
         """Draw a block of at least `wanted` tokens; return its size, 0 when the budget has less left.
@@ -31,7 +31,7 @@ class SharedBudgets:
         """
         table = tables.budgets
         mine = (table.c.subject == subject) & (table.c.period == period)
-        with self._access.write() as connection:
+        with self.access.write() as connection:
             drawn = connection.execute(select(table.c.drawn).where(mine)).scalar()
             left = budget - (drawn or 0)
             if wanted > left:
@@ -47,5 +47,5 @@ class SharedBudgets:
         """Give back tokens that were drawn and are not needed."""
         table = tables.budgets
         mine = (table.c.subject == subject) & (table.c.period == period)
-        with self._access.write() as connection:
+        with self.access.write() as connection:
             connection.execute(update(table).where(mine).values(drawn=table.c.drawn - tokens))

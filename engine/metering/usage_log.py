@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 
+from engine.catalog.waits import limit_waits
 from engine.errors import LimitReached
 from engine.metering.dead_gateways import alive_file, close_dead
 from engine.metering.raw_usage import export
 from engine.metering.shared_budgets import SharedBudgets
+from engine.metering.shared_usage import SharedUsage
 from engine.metering.usage_rows import (
     COUNT,
     MONTH,
@@ -34,11 +36,14 @@ from engine.metering.usage_rows import (
     remaining_s,
     writing,
 )
-from engine.threads import Work
+from engine.threads import PeriodicThread, Work
 
 SYNC_S = 0.25
 CHECK_S = 5.0
 EXPORT_S = 60.0
+# How often what other machines need goes to the shared catalog; for one answer there, and for another
+# process of this machine at the end.
+SHARE_S, ANSWER_S, TURN_S = 5.0, 2.0, 3.0
 ADMIT = """
     INSERT INTO requests (id, gateway, at, tenant, key, policy, revision, purpose, reserved, state)
     VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'admitted')
@@ -68,7 +73,7 @@ class Shortage(Exception):
 class UsageLog:
     """One gateway's access to the log in the directory `root`; for one thread, beside its own.
 
-    `shared`: budgets are shared with other machines.
+    `shared`: budgets are shared with other machines, and usage is copied there.
     """
 
     def __init__(self, root: Path, shared: SharedBudgets | None = None):
@@ -82,11 +87,19 @@ class UsageLog:
         self._syncing = Work("usage-sync")
         self._thread = threading.Thread(target=self._keep, name="usage-log", daemon=True)
         self._thread.start()
+        self._sharing: PeriodicThread | None = None
+        if shared is not None:
+            self._copies = SharedUsage(root, shared.access)
+            self._sharing = PeriodicThread("usage-share", SHARE_S, self._share)
+            self._sharing.start()
 
     def close(self) -> None:
         """Stop; open rows stay and are closed by the next gateway."""
         self._closed.set()
         self._thread.join()
+        if self._sharing is not None:
+            self._sharing.stop()
+            self._sharing.join()
         self._syncing.turn(self._sync)
         self._syncing.end()
         self._connection.close()
@@ -147,6 +160,19 @@ class UsageLog:
                 connection.execute(DRAW, (budget.subject, short.period, block))
         return block > 0
 
+    def hand_over(self) -> None:
+        """Leave the shared catalog all that others need of this machine, at its end.
+
+        For a thread of its own: it waits for the catalog.
+        """
+        if self._sharing is not None:
+            self._sharing.work.turn(lambda: self._share(TURN_S))
+
+    def _share(self, wait_s: float = 0.0) -> None:
+        limit_waits(ANSWER_S)
+        self.give_back()
+        self._copies.copy(wait_s)
+
     def give_back(self) -> None:
         """Give back what this machine has drawn and does not need."""
         assert self.shared is not None
@@ -193,8 +219,6 @@ class UsageLog:
             (Work("usage-export"), lambda: export(self.root, go_on=self._between), EXPORT_S),
             (Work("usage-close-dead"), self._close_dead, CHECK_S),
         ]
-        if self.shared is not None:
-            works.append((Work("usage-give-back"), self.give_back, CHECK_S))
         # The export waits for its first interval.
         due = [began + EXPORT_S, *[began] * (len(works) - 1)]
         while not self._closed.wait(SYNC_S):

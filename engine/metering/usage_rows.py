@@ -71,6 +71,18 @@ SCHEMA = (
         max(completion, 0), max(unknown, 0) FROM hours_1;
     DROP TABLE hours_1;
     """,
+    # What the catalog that machines share has of this log: the rows that may still change, from an hour on.
+    """
+    CREATE TABLE log (id TEXT NOT NULL, turn INTEGER NOT NULL, since INTEGER NOT NULL) STRICT;
+    INSERT INTO log VALUES (lower(hex(randomblob(16))), 0, 0);
+    CREATE TABLE copied (
+        hour INTEGER NOT NULL, tenant TEXT NOT NULL, key TEXT NOT NULL, policy TEXT NOT NULL,
+        revision TEXT NOT NULL, purpose TEXT NOT NULL, requests INTEGER NOT NULL, prompt INTEGER NOT NULL,
+        completion INTEGER NOT NULL, unknown INTEGER NOT NULL, open INTEGER NOT NULL,
+        reserved INTEGER NOT NULL,
+        PRIMARY KEY (hour, tenant, key, policy, revision, purpose)
+    ) STRICT, WITHOUT ROWID;
+    """,
 )
 CLOSE = """
     UPDATE requests SET state = ?, status = ?, prompt = ?, completion = ?, settled_at = ?, revision = ?

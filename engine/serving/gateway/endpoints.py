@@ -47,6 +47,7 @@ from engine.serving.residency.vllm_engine import VllmEngine
 from engine.serving.vllm_plugin.plugin import vllm_version
 from engine.settings.params import load_params
 from engine.store.open import open_store
+from engine.threads import in_parallel
 from engine.work_metrics import WorkMetrics
 
 # Most policies that `/v1/models` lists: a catalog may have a million.
@@ -153,7 +154,11 @@ class GraftworkEndpoints:
         prewarmer = Prewarmer(tier, router, warm, membership.tell)
         state.graftwork_membership, state.graftwork_prewarmer = membership, prewarmer
         limit_s = params.engine.shutdown_s
-        end_requests_first(engine_client, state, limit_s, membership.drain, meter.flush, spool.close)
+
+        def hand_over() -> None:
+            in_parallel(spool.close, usage.hand_over)
+
+        end_requests_first(engine_client, state, limit_s, membership.drain, meter.flush, hand_over)
         # asyncio keeps only weak references to tasks, so the state holds this one.
         state.graftwork_prewarming = asyncio.create_task(_serve_until_stopped(prewarmer, membership))
 

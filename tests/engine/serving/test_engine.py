@@ -202,13 +202,15 @@ def test_where_adapters_are_is_shown_without_a_label_for_any(engine: RunningEngi
         assert told["adapters"][name]["tier"] == "host"
         asked = client.post("/v1/completions", json={"model": name, "prompt": [7], "max_tokens": 2})
         assert asked.status_code == 200
-        told = client.get("/graftwork/residency").json()
+        # The worker says so a moment later.
+        while (told := client.get("/graftwork/residency").json())["adapters"][name]["tier"] != "slot":
+            assert time.monotonic() < deadline + 30
+            time.sleep(0.02)
         metrics = client.get("/metrics").text
         for model, status, field in (("shown@xyz", 404, "nearest"), ("shown@", 404, "nearest")):
             missing = client.post("/v1/completions", json={"model": model, "prompt": [7], "max_tokens": 2})
             assert missing.status_code == status
             assert field in missing.json().get("error", missing.json())
-    assert told["adapters"][name]["tier"] == "slot"
     shown = residency(load_params(engine.state / "params.json"), 100)
     assert shown["engine"]
     assert {row["revision"]: row["tier"] for row in shown["revisions"]}[name] == "slot"
