@@ -154,10 +154,29 @@ def key_rows(keys: Sequence[Any], now: float) -> list[dict[str, Any]]:
             "roles": " ".join(key.roles),
             "policies": " ".join(key.policies),
             "limits": " ".join(f"{name}={value:g}" for name, value in key.limits.items()),
-            "expires": time.strftime("%Y-%m-%d %H:%M", time.gmtime(key.expires_at)) if key.expires_at else "",
+            "expires": _minute(key.expires_at),
         }
         for key in keys
     ]
+
+
+def tenant_rows(tenants: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return a row for each tenant, for people."""
+    return [
+        {
+            "tenant": tenant.name,
+            "limits": " ".join(f"{name}={value:g}" for name, value in tenant.limits.items()),
+            "weight": tenant.weight,
+            "suspended": _minute(tenant.suspended_at),
+            "reason": tenant.suspended_for or "",
+        }
+        for tenant in tenants
+    ]
+
+
+def _minute(at: float | None) -> str:
+    """Return a time (epoch seconds) to the minute, in UTC; of None nothing."""
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(at)) if at else ""
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], fold: Collection[str] = ()) -> None:

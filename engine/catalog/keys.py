@@ -25,6 +25,8 @@ from engine.errors import ConfigError, Conflict, NotFound
 from engine.files import replacing
 
 ROLES = ("infer", "pin", "feedback", "score", "train", "release", "metrics", "admin")
+# The owner of the installation's own key.
+LOCAL = "local"
 # Names for sets of roles.
 SCOPES = {
     "user": ("infer", "feedback"),
@@ -103,7 +105,7 @@ class Keys:
             plaintext = path.read_text().strip()
             if self.find(plaintext):
                 return plaintext
-        plaintext = self.create("local", "admin")
+        plaintext = self.create(LOCAL, "admin")
         with replacing(path) as draft:
             draft.touch(mode=0o600)
             draft.write_text(plaintext + "\n")
@@ -204,7 +206,7 @@ class Keys:
         return changed
 
     def tenant(self, name: str) -> Tenant:
-        """Return a tenant; one without limits of its own has no row."""
+        """Return a tenant; most have no row."""
         query = select(tables.tenants).where(tables.tenants.c.name == name)
         return self._access.one(Tenant, query) or Tenant(name)
 
@@ -212,14 +214,43 @@ class Keys:
         """Set a tenant's limits and weight. Raises `ConfigError` for an unknown limit or a weight of 0."""
         if not tenant.weight > 0:
             raise ConfigError(f"A tenant's weight must be above 0, not {tenant.weight:g}.")
-        row = replace(tenant, limits=checked_limits(tenant.limits))
-        query = select(tables.tenants).where(tables.tenants.c.name == row.name)
+        limits = checked_limits(tenant.limits)
+        self._change_tenant("tenant.limits", tenant.name, limits=limits, weight=tenant.weight)
+
+    def suspend(self, name: str, reason: str) -> Tenant:
+        """Refuse all requests of a tenant from now on, until `resume`; return it.
+
+        Raises `NotFound` for a name without keys, and `ConfigError` for the installation's own.
+        """
+        if name == LOCAL:
+            raise ConfigError(f"The tenant {LOCAL!r} is the installation itself: it cannot be suspended.")
+        if all(key.owner != name for key in self.all()):
+            raise NotFound(f"No key belongs to a tenant {name!r}. `graftwork key ls` lists them.")
+        return self._change_tenant(
+            "tenant.suspend", name, suspended_at=time.time(), suspended_for=f"{reason.rstrip('.')}."
+        )
+
+    def resume(self, name: str) -> Tenant:
+        """Take a tenant's requests again; return it. Raises `NotFound` when it is not suspended."""
+        if self.tenant(name).suspended_at is None:
+            raise NotFound(f"The tenant {name!r} is not suspended.")
+        return self._change_tenant("tenant.resume", name, suspended_at=None, suspended_for=None)
+
+    def tenants(self) -> list[Tenant]:
+        """Return the tenants with limits or a weight of their own, or a suspension, by name."""
+        return self._access.all(Tenant, select(tables.tenants).order_by(tables.tenants.c.name))
+
+    def _change_tenant(self, action: str, name: str, **changes: Any) -> Tenant:
+        """Change a tenant's row in one transaction, which gateways are told of; return it."""
+        query = select(tables.tenants).where(tables.tenants.c.name == name)
         with self._access.write() as connection:
             found = connection.execute(query).one_or_none()
-            before = dict(found._mapping) if found else asdict(Tenant(row.name))
+            before = Tenant(**found._mapping) if found else Tenant(name)
+            row = replace(before, **changes)
             connection.execute(self._access.put(tables.tenants, row))
-            record(connection, "tenant.limits", row.name, before, asdict(row))
+            record(connection, action, name, asdict(before), asdict(row))
             tell(connection, None)
+        return row
 
 
 def fresh(key: Key) -> tuple[str, Key]:

@@ -6,8 +6,10 @@ Times are seconds since the epoch; a digest of None is the base itself.
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.errors import Forbidden
+
 # The newest file of engine/catalog/migrations/versions.
-SCHEMA_VERSION = "0012"
+SCHEMA_VERSION = "0013"
 # Values of `Revision.state`; a row holds the index.
 STATES = ("snapshot", "exported")
 # A release's verdicts, each with its final state; and the reverse.
@@ -233,11 +235,21 @@ class Key:
 
 @dataclass(frozen=True)
 class Tenant:
-    """Limits that all keys of a tenant share, and its weight where the engine is full."""
+    """Limits that all keys of a tenant share, and its weight where the engine is full.
+
+    A suspended tenant's requests are refused, since `suspended_at` (epoch seconds) and for this reason.
+    """
 
     name: str
     limits: dict[str, float] = field(default_factory=dict)
     weight: float = 1.0
+    suspended_at: float | None = None
+    suspended_for: str | None = None
+
+    def refuse_suspended(self) -> None:
+        """Raise `Forbidden` where the tenant is suspended."""
+        if self.suspended_at is not None:
+            raise Forbidden(f"Your access is suspended: {self.suspended_for} Ask whoever runs this service.")
 
 
 def covers(pattern: str, policy: str) -> bool:

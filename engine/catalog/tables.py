@@ -269,13 +269,15 @@ usage_hours = Table(
     Column("reserved", BigInteger, nullable=False),
 )
 
-# Only tenants with limits or a weight of their own have a row.
+# Only tenants with limits or a weight of their own, or that were ever suspended, have a row.
 tenants = Table(
     "tenants",
     metadata,
     Column("name", String, primary_key=True),
     Column("limits", JSON, nullable=False),
     Column("weight", Float, nullable=False),
+    Column("suspended_at", Float),
+    Column("suspended_for", String),
 )
 
 switches = Table(

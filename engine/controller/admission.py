@@ -22,7 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.catalog.audit import ACTING, Actor, acting
 from engine.catalog.catalog import Catalog
-from engine.errors import ConfigError, Unauthorized
+from engine.catalog.keys import LOCAL
+from engine.errors import ConfigError, GraftworkError, Unauthorized
 from engine.security.http import HEALTH, same
 
 SAFE_METHODS = ("GET", "HEAD")
@@ -34,8 +35,6 @@ EVENTS = "/events/"
 NEEDED = "This call needs the header `Authorization: Bearer KEY` with a valid admin key."
 CHALLENGE = 'Basic realm="Graftwork (user graftwork, password by graftwork login)"'
 SMALL_BODY = 1 << 16
-# The owner of the installation's own key, `.graftwork/local.key`.
-LOCAL = "local"
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,10 @@ class CredentialRequired:
         """Pass a request on with its caller in the state."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             authorization = Headers(scope=scope).get("authorization", "")
-            caller = await run_in_threadpool(self.find, authorization, scope["method"], scope["path"])
+            try:
+                caller = await run_in_threadpool(self.find, authorization, scope["method"], scope["path"])
+            except GraftworkError as error:
+                return await JSONResponse({"error": str(error)}, error.status)(scope, receive, send)
             if caller is None:
                 refusal = JSONResponse({"error": NEEDED}, 401, {"WWW-Authenticate": CHALLENGE})
                 return await refusal(scope, receive, send)
@@ -77,7 +79,10 @@ class CredentialRequired:
         await self.app(scope, receive, send)
 
     def find(self, authorization: str, method: str, path: str) -> Operator | None:
-        """Return whose header this is; None when it does not allow the path."""
+        """Return whose header this is; None when it does not allow the path.
+
+        Raises `Forbidden` for a suspended tenant's, and `ServiceError` when the catalog cannot be read.
+        """
         scheme, _, given = authorization.partition(" ")
         if scheme.lower() == "basic" and method in SAFE_METHODS:
             given = _password(given)
@@ -90,7 +95,10 @@ class CredentialRequired:
             return Operator("events", is_admin=False) if path.startswith(EVENTS) else None
         key = self.catalog.keys.find(given)
         roles = ("admin", "metrics") if path == METRICS else ("admin",)
-        return Operator(key.owner, key.may("admin")) if key and key.may(*roles) else None
+        if key is None or not key.may(*roles):
+            return None
+        self.catalog.keys.tenant(key.owner).refuse_suspended()
+        return Operator(key.owner, key.may("admin"))
 
 
 def _password(given: str) -> str:

@@ -14,7 +14,7 @@ from engine.tinker.models import Models
 ROLE = "train"
 # Calls that need a key, and the one below them that needs none.
 API, HEALTHZ = "/api/v1/", "/api/v1/healthz"
-# A revoked key is refused after this; so many callers are remembered.
+# A revoked key, or a suspended tenant's, is refused after this; so many callers are remembered.
 KNOWN_S, MOST_KNOWN = 2.0, 1024
 
 
@@ -26,7 +26,10 @@ class Callers:
         self._known: dict[str, tuple[Key, float]] = {}
 
     async def find(self, plaintext: str) -> Key:
-        """Return the key with this plaintext. Raises `Unauthorized` unless it is in force and may train."""
+        """Return the key with this plaintext. Raises `Unauthorized` unless it is in force and may train.
+
+        Raises `Forbidden` while its tenant is suspended.
+        """
         now = time.monotonic()
         known = self._known.get(plaintext)
         if known and now < known[1]:
@@ -40,6 +43,7 @@ class Callers:
             )
         if not key.may(ROLE):
             raise Unauthorized(f"This key lacks the role {ROLE!r}. Create one with --tinker.")
+        (await self.models.ask(self.models.catalog.keys.tenant, key.owner)).refuse_suspended()
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
         self._known[plaintext] = key, now + KNOWN_S

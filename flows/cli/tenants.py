@@ -17,6 +17,8 @@ key_app = typer.Typer(
     help="Create, list, limit, rotate and revoke API keys of engine and controller.", no_args_is_help=True
 )
 app.add_typer(key_app, name="key")
+tenant_app = typer.Typer(help="List, suspend and resume tenants.", no_args_is_help=True)
+app.add_typer(tenant_app, name="tenant")
 
 UNITS = {"m": 60, "h": 3600, "d": 86400}
 Prefix = Annotated[str, typer.Argument(help="First digits of the key's id, as `key ls` shows it.")]
@@ -118,6 +120,37 @@ def key_limits(
     known = keys.tenant(name)
     keys.set_tenant(replace(known, limits=limits_of(limit), weight=weight or known.weight))
     typer.echo(f"Tenant {name} has {told(limits_of(limit))}.")
+
+
+@tenant_app.command("ls")
+def tenant_ls(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
+    """List tenants with limits or a weight of their own, and suspended ones."""
+    from flows.display import print_rows, tenant_rows
+
+    rows = tenant_rows(catalog(params).keys.tenants())
+    if as_json:
+        return print_json(rows)
+    print_rows(rows, fold=("limits", "reason"))
+
+
+@tenant_app.command("suspend")
+def tenant_suspend(
+    name: Annotated[str, typer.Argument(help="Owner of the keys.")],
+    reason: Annotated[str, typer.Option(help="Why; the tenant reads it.")],
+    params: ParamsFile = PARAMS,
+) -> None:
+    """Refuse all requests of a tenant's keys from now on. Answers under way end by themselves."""
+    suspended = catalog(params).keys.suspend(name, reason)
+    typer.echo(f"Tenant {name} is suspended: {suspended.suspended_for}")
+
+
+@tenant_app.command("resume")
+def tenant_resume(
+    name: Annotated[str, typer.Argument(help="The suspended tenant.")], params: ParamsFile = PARAMS
+) -> None:
+    """Take a suspended tenant's requests again."""
+    catalog(params).keys.resume(name)
+    typer.echo(f"Tenant {name} is resumed.")
 
 
 @app.command()

@@ -34,13 +34,17 @@ KEY_LENGTHS = (len(OURS) + 40, len(TINKERS) + 40)
 def authenticate(router: Router, headers: Mapping[str, str]) -> tuple[Key, Tenant] | None:
     """Return the request's key, of `Authorization: Bearer` or Anthropic's `x-api-key`, and its tenant.
 
-    None when it has none or an invalid one.
+    None when it has none or an invalid one. Raises `Forbidden` while the tenant is suspended.
     """
     scheme, _, plaintext = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         plaintext = headers.get("x-api-key", "")
     key = router.key(plaintext) if len(plaintext) in KEY_LENGTHS else None
-    return None if key is None else (key, router.tenant(key.owner))
+    if key is None:
+        return None
+    tenant = router.tenant(key.owner)
+    tenant.refuse_suspended()
+    return key, tenant
 
 
 def served(path: str, method: str) -> Endpoint:

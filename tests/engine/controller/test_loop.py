@@ -716,6 +716,15 @@ def test_nobody_is_answered_without_a_credential(
     assert web.request(method, path, **body).status_code != 401
 
 
+def test_an_admin_who_is_suspended_changes_nothing(controller: Controller, web: TestClient) -> None:
+    keys = controller.catalog.keys
+    headers = {"authorization": f"Bearer {keys.create('eve', 'admin')}"}
+    keys.suspend("eve", "She left")
+    refused = TestClient(web.app).get("/status", headers=headers)
+    assert (refused.status_code, "She left." in refused.text) == (403, True)
+    assert web.get("/status").status_code == 200
+
+
 @pytest.mark.parametrize(
     ("owner", "by", "shown"), [("local", "ada", "ada"), ("eve", "ada", "ada (key of eve)")]
 )

@@ -11,7 +11,7 @@ import pytest
 import tinker
 
 from engine.errors import LimitReached, ServiceError
-from engine.tinker import app, models, sampling
+from engine.tinker import app, callers, models, sampling
 from engine.tinker.models import state_name
 from tests.helpers.tinker_service import Served, tinker_served
 
@@ -335,6 +335,18 @@ def test_a_wrong_key_is_401_and_a_key_without_the_role_too(served: Served) -> No
     assert served.ask("GET", "/training_runs", key=user).status_code == 401
     with pytest.raises(tinker.AuthenticationError):
         tinker.ServiceClient(base_url=served.url, api_key="tml-wrong").get_server_capabilities()
+
+
+def test_a_suspended_tenant_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callers, "KNOWN_S", 0.0)
+    key = served.catalog.keys.create("fourth", "tinker", ["fourth-*"])
+    assert served.ask("GET", "/training_runs", key=key).status_code == 200
+    served.catalog.keys.suspend("fourth", "It never sleeps")
+    refused = served.ask("GET", "/training_runs", key=key)
+    assert refused.status_code == 403
+    assert "It never sleeps." in refused.json()["detail"]
+    served.catalog.keys.resume("fourth")
+    assert served.ask("GET", "/training_runs", key=key).status_code == 200
 
 
 def test_without_a_key_no_body_is_read(served: Served) -> None:

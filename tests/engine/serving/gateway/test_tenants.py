@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 from prometheus_client import REGISTRY
 
-from engine.catalog.catalog import Policy
+from engine.catalog.catalog import Policy, Tenant
 from engine.errors import ServiceError
 from engine.settings.services import GatewayConfig
 from tests.helpers.access_matrix import ASKING, OF_TOKENS, ROLE_SETS, SENTENCE, Names, body_of, gateway_faults
@@ -259,6 +259,25 @@ async def test_who_has_no_key_learns_nothing_of_the_database(world: World, monke
         answer = await client.get("/v1/models")
     assert answer.status_code == 503
     assert "db.internal" not in answer.text
+
+
+async def test_a_suspended_tenant_is_refused_until_it_is_resumed(world: World):
+    keys, mine, other = world.catalog.keys, world.key(), world.key("umbrella")
+    async with world.client(mine) as client, world.client(other) as another:
+        assert (await client.post(**completion("acme-sums"))).status_code == 200
+        keys.suspend("acme", "It never sleeps")
+        for _ in range(2):
+            refused = await client.post(**completion("acme-sums"))
+            assert refused.status_code == 403
+            assert "It never sleeps." in refused.json()["error"]["message"]
+        assert (await another.post(**completion("umbrella-sums"))).status_code == 200
+        # Limits are another matter.
+        keys.set_tenant(Tenant("acme", {"concurrency": 4.0}))
+        assert (await client.get("/v1/models")).status_code == 403
+        assert keys.resume("acme").limits == {"concurrency": 4.0}
+        assert (await client.post(**completion("acme-sums"))).status_code == 200
+    answered = [fields["status"] for table, fields in world.events.rows if table == "observations"]
+    assert answered == [200] * 3
 
 
 async def test_a_scorer_may_send_a_batch(world: World):
