@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.backup.manifest import FORMAT, BackupManifest, StoredFile, find, missing_parts, publish, read
-from engine.backup.place import MANIFESTS, OWNER, BackupPlace
+from engine.backup.place import BACKED_UP, MANIFESTS, OWNER, BackupPlace
 from engine.backup.writer import BackupWriter, OnFile
 from engine.catalog.catalog import Catalog, open_catalog
 from engine.catalog.copying import copy_sqlite, snapshot
@@ -37,7 +37,6 @@ from tasks.outcome import local_key
 from tasks.purge import CONTROLLER_S, HANDED_OVER_S
 from tasks.purge_record import purges
 
-ACTION = "backup"
 # Longer than clocks of machines that share a catalog may differ; and how often it is renewed.
 LEASE_S, RENEW_S = SKEW_S + 60.0, 10.0
 STAGING = ".backup"
@@ -128,7 +127,7 @@ def backup(
             place.address, name, len(writer.files), writer.size, writer.new, removed, kept, mlflow,
             writer.missing,
         )  # fmt: skip
-        catalog.audit.note(ACTION, place.address, {"name": name, "bytes": writer.size, "new": writer.new})
+        catalog.audit.note(BACKED_UP, place.address, {"name": name, "bytes": writer.size, "new": writer.new})
     return result
 
 
@@ -303,5 +302,5 @@ def _tidy(place: BackupPlace, keep: int | None, hold: Callable[[], None]) -> tup
 
 def newest(catalog: Catalog) -> tuple[float, str] | None:
     """Return when the installation was last backed up (epoch seconds) and where; None: never."""
-    entry = catalog.audit.newest_of(ACTION)
+    entry = catalog.audit.newest_of(BACKED_UP)
     return (entry.at, entry.subject) if entry else None

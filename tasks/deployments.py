@@ -24,6 +24,7 @@ BAD_NEWS = (
     "graftwork.revision.refused",
     "graftwork.engine.down",
     "graftwork.policy.drift",
+    "graftwork.alarm.began",
 )
 # The filter `tojson` escapes quotes and line breaks of a reason.
 NOTICE = (

@@ -249,6 +249,18 @@ def chromium(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
+def promtool(request: pytest.FixtureRequest) -> str:
+    """Return the path of Prometheus' checker; without it what needs it is skipped, as with `chromium`."""
+    found = shutil.which("promtool")
+    if found is None:
+        missing = "The alerts were NOT checked: no promtool is on the PATH (apt install prometheus)."
+        request.config.stash[LEFT_OUT] = missing
+        getattr(request.config, "workeroutput", {})["left out"] = missing
+        pytest.skip(missing)
+    return found
+
+
+@pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     """A base of the real recipe's shape, trained for seconds only: it talks, but badly.
 
@@ -293,13 +305,17 @@ def moe_engine(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="session")
 def crowded(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
-    """An engine with few slots and a host tier of few adapters, on a base with two end tokens."""
+    """An engine with few slots and a host tier of few adapters, on a base with two end tokens.
+
+    It logs for a collector.
+    """
     from tests.helpers.end_tokens import add_end_token
 
     base = tmp_path_factory.mktemp("bases") / "two-ends"
     shutil.copytree(tiny_base, base)
     add_end_token(base)
-    running = start_engine(base, tmp_path_factory.mktemp("crowded"), max_num_seqs=16, **CROWDED)
+    state = tmp_path_factory.mktemp("crowded")
+    running = start_engine(base, state, log_format="json", max_num_seqs=16, **CROWDED)
     yield running
     stop_engine(running)
 

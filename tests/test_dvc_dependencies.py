@@ -19,6 +19,8 @@ EXCLUDED = {
     "engine/errors.py": "texts of errors, after which there are no numbers",
     "engine/files.py": "forces files to the disk",
     "engine/work_metrics.py": "says how the work in the background goes",
+    "engine/state_metrics.py": "says what waits on the disk",
+    "engine/logs.py": "configures logging",
     "engine/threads.py": "renews the lease under which a refusal is carried out",
     "engine/version.py": "is told to the ledger, which the stage does not write",
     "engine/ports.py": "binds a port",

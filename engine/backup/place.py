@@ -18,6 +18,8 @@ from engine.store.remote import client_faults, client_of
 
 OBJECTS, MANIFESTS, OWNER = "objects", "backups", "catalog.id"
 DIGITS = 64
+# A backup's action in the audit log.
+BACKED_UP = "backup"
 
 
 class BackupPlace:

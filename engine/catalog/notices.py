@@ -2,7 +2,7 @@
 
 import time
 
-from sqlalchemy import select, update
+from sqlalchemy import func, select, update
 
 from engine.catalog import tables
 from engine.catalog.access import Access
@@ -32,6 +32,12 @@ class Notices:
         table = tables.notices.c
         query = select(tables.notices).where(table.name == name).order_by(table.at.desc()).limit(1)
         return self._access.one(Notice, query)
+
+    def count_unsent(self) -> int:
+        """Return how many notices wait to be sent."""
+        query = select(func.count()).select_from(tables.notices).where(tables.notices.c.sent_at.is_(None))
+        with self._access.read() as connection:
+            return int(connection.execute(query).scalar_one())
 
     def mark_sent(self, ids: list[str]) -> None:
         """Mark notices as delivered."""

@@ -16,6 +16,7 @@ from engine.catalog.catalog import migrate, open_catalog
 from engine.clients.http import connect
 from engine.clients.prefect import PrefectLogin
 from engine.controller.admission import WEBHOOK
+from engine.controller.alarms import AlarmWatch
 from engine.controller.api import build_app
 from engine.controller.cancelled_runs import CancelledRuns
 from engine.controller.health_monitor import HealthMonitor
@@ -25,6 +26,7 @@ from engine.controller.mlflow_registry import open_registry
 from engine.controller.notifications import NotificationSender
 from engine.controller.route_changes import outlast_lease
 from engine.errors import GraftworkError
+from engine.logs import set_up
 from engine.ports import bind
 from engine.security.credentials import USER, credential, known_credential
 from engine.security.http import server_options, trusted
@@ -57,6 +59,7 @@ def serve(params: Params) -> None:
         NotificationSender(controller.catalog, prefect),
         CancelledRuns(controller.catalog, controller.decisions, controller.lock, prefect),
         HealthMonitor(controller.catalog, params),
+        AlarmWatch(controller),
     ]
     if params.controller.archive:
         place = BackupPlace(params.controller.archive, "The ledger's archive")
@@ -70,6 +73,8 @@ def serve(params: Params) -> None:
     config = uvicorn.Config(
         trusted(build_app(controller, mirror), params.controller),
         log_level="warning",
+        # Its loggers are configured with all others.
+        log_config=None,
         timeout_graceful_shutdown=1,
         lifespan="off",
         **server_options(params.controller),
@@ -99,11 +104,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m engine.controller", description=__doc__)
     parser.add_argument("--params", type=Path, default=Path("params.yaml"))
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for noisy in ("httpx", "alembic"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
-        serve(load_params(arguments.params))
+        params = load_params(arguments.params)
+        set_up(params.log_format)
+        serve(params)
     except GraftworkError as error:
         print(error, file=sys.stderr)
         return error.exit_code

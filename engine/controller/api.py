@@ -27,16 +27,17 @@ from engine.controller.admission import (
     check_signature,
     whole_body,
 )
+from engine.controller.alarms import alarms
 from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
 from engine.controller.notifications import DELIVERED
 from engine.controller.page import LivePage
+from engine.controller.status_metrics import StatusMetrics
 from engine.errors import ConfigError, GraftworkError, NotFound, ServiceError
 from engine.files import write_whole
 from engine.ledger.ledger import open_snapshot
 from engine.ledger.queries import named_rows
 from engine.ledger.sender import MOST_BYTES, SENT
-from engine.ledger.spool import REJECTED
 from engine.quality.probe import ProbeResult
 from engine.security.credentials import credential
 from engine.security.http import HEALTH
@@ -124,6 +125,7 @@ def build_app(controller: Controller, mirror: AliasMirror) -> FastAPI:
     app = FastAPI(title="Graftwork controller", docs_url=None, redoc_url=None, openapi_url=None)
     own, events = (credential(controller.params.paths, name) for name in ("controller", "events"))
     app.add_middleware(CredentialRequired, catalog=controller.catalog, own=own, events=events)
+    StatusMetrics(controller)
     app.add_exception_handler(GraftworkError, _answer_fault)
     app.add_exception_handler(RequestValidationError, _answer_bad_body)
     _add_reading(app, controller, mirror)
@@ -142,16 +144,10 @@ def _add_reading(app: FastAPI, controller: Controller, mirror: AliasMirror) -> N
 
     @app.get("/status")
     def status() -> dict[str, Any]:
-        alarms = [f"{part}: {fault}" for part, fault in list(controller.faults.items())]
-        rejected = len(list(controller.params.paths.spool.glob(f"{REJECTED}/*")))
-        if rejected:
-            alarms.append(
-                f"{rejected} spool files hold lines that no ledger table accepts. They are in "
-                f"spool/{REJECTED}."
-            )
+        found = [f"{part}: {fault}" for part, fault in alarms(controller).items()]
         return {
-            "status": "stalled" if controller.is_stalled() else "degraded" if alarms else "ok",
-            "alarms": alarms,
+            "status": "stalled" if controller.is_stalled() else "degraded" if found else "ok",
+            "alarms": found,
             "aliases": mirror.fault,
             "frozen": controller.decisions.frozen(),
         }

@@ -86,7 +86,8 @@ class Controller:
         self.due: dict[str, float] = {}
         self.clock = TrustedClock(params.paths.clock)
         self._caught_up = False
-        self._ingested_at = 0.0
+        # Epoch seconds of the newest ingest that took everything.
+        self.ingested_at = 0.0
         # Releases that were there before the last whole ingest began.
         self._ready: set[str] = set()
 
@@ -183,7 +184,7 @@ class Controller:
             if self.ledger is None:
                 self.ledger = Ledger(self.params.paths.ledger)
             self.metrics.events.inc(self.ledger.ingest(self.params.paths.spool, self.catalog.purges.gone))
-            self._ingested_at, self._ready = started, created
+            self.ingested_at, self._ready = started, created
             if not self._caught_up:
                 self.applier.say_missing(self.ledger)
                 self._caught_up = True
@@ -233,7 +234,7 @@ class Controller:
     def _sweep(self) -> None:
         if self.ledger:
             # Only up to the last complete ingest: the spool may still hold the answer.
-            self.ledger.sweep(min(self.clock.now(), self._ingested_at) - AHEAD_S)
+            self.ledger.sweep(min(self.clock.now(), self.ingested_at) - AHEAD_S)
 
     def _purge(self, policy: str) -> dict[str, int]:
         paths = self.params.paths

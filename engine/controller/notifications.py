@@ -46,6 +46,11 @@ def engine_changed(catalog: Catalog, up: bool, reason: str, link: str, since: fl
     _add(catalog, f"graftwork.engine.{'up' if up else 'down'}", "", None, reason, link, str(since))
 
 
+def alarmed(catalog: Catalog, begins: bool, reason: str, link: str, key: str) -> None:
+    """Notify that an alarm began or ended; `key` identifies it."""
+    _add(catalog, f"graftwork.alarm.{'began' if begins else 'ended'}", "", None, reason, link, key)
+
+
 def drifted(catalog: Catalog, policy: str, champion: str, reason: str, link: str) -> None:
     """Notify that users rate a champion below its offline score; once for each champion."""
     _add(catalog, "graftwork.policy.drift", policy, champion, reason, link, "")
@@ -60,11 +65,12 @@ def _add(
 
 def event_of(notice: Notice) -> dict[str, Any]:
     """Return a notification as an event of Prefect's API."""
-    about = f"graftwork.policy.{notice.policy}" if notice.policy else "graftwork.engine"
+    kind = "controller" if notice.name.startswith("graftwork.alarm.") else "engine"
+    about = f"graftwork.policy.{notice.policy}" if notice.policy else f"graftwork.{kind}"
     revision = served_name(notice.policy, notice.revision) if notice.revision else ""
     resource = {
         "prefect.resource.id": about,
-        "prefect.resource.name": notice.policy or "engine",
+        "prefect.resource.name": notice.policy or kind,
         "graftwork.revision": revision,
         "graftwork.reason": notice.reason,
         "graftwork.link": notice.link,

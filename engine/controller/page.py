@@ -5,13 +5,11 @@ It loads nothing from other servers.
 
 import threading
 import time
-from typing import TYPE_CHECKING
 
+from engine.controller.alarms import alarms
+from engine.controller.loop import Controller
 from engine.errors import NotFound
 from engine.report.pages import MAX_POLICIES, ReportData, collect, render
-
-if TYPE_CHECKING:
-    from engine.controller.loop import Controller
 
 # The page is rendered once in this time at most, and takes at most a tenth of one core.
 FRESH_S, IDLE_SHARE = 1.0, 10
@@ -20,7 +18,7 @@ FRESH_S, IDLE_SHARE = 1.0, 10
 class LivePage:
     """Renders and caches the page of one controller. Thread-safe."""
 
-    def __init__(self, controller: "Controller"):
+    def __init__(self, controller: Controller):
         self._controller = controller
         self._lock = threading.Lock()
         self._html = ""
@@ -37,12 +35,12 @@ class LivePage:
             return self._html
 
 
-def page_data(controller: "Controller") -> ReportData:
+def page_data(controller: Controller) -> ReportData:
     """Return what the page shows now; before the first snapshot, an alarm that there is none."""
     params, catalog, now = controller.params, controller.catalog, time.time()
-    alarms = [f"{part}: {fault}" for part, fault in list(controller.faults.items())]
+    found = [f"{part}: {fault}" for part, fault in alarms(controller).items()]
     if controller.decisions.frozen():
-        alarms.append("Releases are frozen: promotions and canaries are blocked until `graftwork thaw`.")
+        found.append("Releases are frozen: promotions and canaries are blocked until `graftwork thaw`.")
     links = {
         "MLflow": params.url("mlflow"),
         "Prefect": params.url("prefect"),
@@ -60,7 +58,7 @@ def page_data(controller: "Controller") -> ReportData:
             created_at=now,
             links=links,
             revisions_dir=params.paths.revisions,
-            alarms=alarms,
+            alarms=found,
         )
     except NotFound as error:
-        return ReportData("Graftwork", now, links=tuple(links.items()), alarms=(*alarms, str(error)))
+        return ReportData("Graftwork", now, links=tuple(links.items()), alarms=(*found, str(error)))

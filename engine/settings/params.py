@@ -11,7 +11,7 @@ import zoneinfo
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
@@ -133,6 +133,11 @@ class Params(Settings):
         Path(__file__).parents[2] / "eval_suites",
         description="Keep evaluation suites and your own policies in this directory. Default: eval_suites "
         "beside the settings file, if there is one.",
+    )
+    log_format: Literal["text", "json"] = Field(
+        "text",
+        description="Have engine, trainer, controller and Tinker API log lines for people, or JSON with the "
+        "id of the request.",
     )
     base: BaseConfig = Field(default_factory=BaseConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)

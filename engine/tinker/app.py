@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from engine.catalog.catalog import Key, open_catalog
 from engine.catalog.records import TinkerCheckpoint, TinkerModel
 from engine.errors import Busy, ConfigError, GraftworkError, NotFound
+from engine.logs import set_up
 from engine.security.http import HEALTH, server_options, trusted
 from engine.settings.params import Params, load_params
 from engine.tinker import bodies
@@ -374,7 +375,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m engine.tinker.app", description=__doc__)
     parser.add_argument("--params", required=True, type=Path, help="resolved settings (YAML or JSON)")
     params: Params = load_params(parser.parse_args().params)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up(params.log_format, logging.WARNING)
     try:
         catalog = open_catalog(params.paths, migrated=True)
         backend = Backend(params, catalog)
@@ -382,7 +383,8 @@ def main() -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     app = trusted(make_app(Models(catalog, backend)), params.tinker)
-    uvicorn.run(app, access_log=False, timeout_graceful_shutdown=1, **server_options(params.tinker))
+    options = server_options(params.tinker)
+    uvicorn.run(app, access_log=False, log_config=None, timeout_graceful_shutdown=1, **options)
     backend.close()
     catalog.close()
     return 0

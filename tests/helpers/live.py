@@ -144,7 +144,7 @@ class RunningEngine:
 
 
 def start_engine(
-    base: Path, state: Path, wait_s: float = 240, name: str = "params", **settings
+    base: Path, state: Path, wait_s: float = 240, name: str = "params", log_format: str = "text", **settings
 ) -> RunningEngine:
     """Start `python -m engine.serving.server` and wait for its marker.
 
@@ -161,7 +161,12 @@ def start_engine(
     catalog = Catalog(paths.catalog_url)
     key = catalog.keys.ensure_local(paths.local_key)
     catalog.close()
-    params = {"state_dir": str(state), "base": {"name": str(base)}, "engine": {"port": port, **settings}}
+    params = {
+        "state_dir": str(state),
+        "base": {"name": str(base)},
+        "engine": {"port": port, **settings},
+        "log_format": log_format,
+    }
     file = state / f"{name}.json"
     file.write_text(json.dumps(params))
     with file.with_suffix(".log").open("wb") as log:

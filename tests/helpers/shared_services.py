@@ -17,7 +17,11 @@ SHARED = {
         "tests/tasks/test_general.py",
         "tests/tasks/test_score.py",
     },
-    "crowded": {"tests/engine/serving/test_end_tokens.py", "tests/engine/serving/worker/test_slot_reuse.py"},
+    "crowded": {
+        "tests/engine/serving/test_end_tokens.py",
+        "tests/engine/serving/test_json_logs.py",
+        "tests/engine/serving/worker/test_slot_reuse.py",
+    },
     "moe_engine": {"tests/engine/serving/test_malformed_moe.py", "tests/engine/serving/test_moe_engine.py"},
     "people": {
         "tests/flows/test_decisions.py",

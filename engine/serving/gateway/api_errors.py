@@ -63,6 +63,11 @@ def error_body(error: GraftworkError, path: str) -> dict[str, Any]:
     return body
 
 
+def reason_of(error: GraftworkError) -> str:
+    """Return an error's word in metrics: its code, else its class."""
+    return getattr(error, "code", None) or CODES.get(error.status) or type(error).__name__
+
+
 def openai_body(status: int, message: str, code: str | None, param: str | None) -> dict[str, Any]:
     """Return an error in OpenAI's form."""
     kind = "server_error" if status >= 500 else "requests" if status == 429 else "invalid_request_error"

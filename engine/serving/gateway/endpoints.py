@@ -15,7 +15,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, Gauge
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import State
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -46,6 +46,7 @@ from engine.serving.residency.residency import Residency
 from engine.serving.residency.vllm_engine import VllmEngine
 from engine.serving.vllm_plugin.plugin import vllm_version
 from engine.settings.params import load_params
+from engine.state_metrics import StateMetrics
 from engine.store.open import open_store
 from engine.threads import in_parallel
 from engine.work_metrics import WorkMetrics
@@ -134,6 +135,9 @@ class GraftworkEndpoints:
         )
         engine.watch(tier.take_report)
         WorkMetrics(REGISTRY)
+        StateMetrics(REGISTRY, params.paths)
+        unread = Gauge("graftwork_catalog_unread_seconds", "Since the catalog could be read last.")
+        unread.set_function(lambda: router.unread_s)
         shared = None if catalog.is_file else SharedBudgets(params.paths.catalog_url)
         max_model_len = engine_client.vllm_config.model_config.max_model_len
         name = f"{socket.gethostname()}:{params.engine.port}"

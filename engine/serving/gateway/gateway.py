@@ -10,15 +10,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import orjson
+from prometheus_client import Counter
 from starlette.middleware.cors import CORSMiddleware
 
 from engine.catalog.catalog import Key, Tenant
 from engine.errors import GraftworkError
 from engine.ledger.spool import Spool
+from engine.logs import REQUEST
 from engine.metering.usage_rows import Metered
 from engine.serving.gateway.admission import (
     FailedKeys,
@@ -29,7 +31,7 @@ from engine.serving.gateway.admission import (
     served,
     session_of,
 )
-from engine.serving.gateway.api_errors import send_error, send_no_key
+from engine.serving.gateway.api_errors import reason_of, send_error, send_no_key
 from engine.serving.gateway.arms import CANARY, FALLBACK, Target
 from engine.serving.gateway.asgi import (
     App,
@@ -66,6 +68,9 @@ from engine.settings.services import GatewayConfig
 # Looks at the routes; returns who answers, and when the look began (epoch seconds).
 Admit = Callable[[], Awaitable[tuple[Target, float]]]
 
+ANSWERS = Counter(
+    "graftwork_answers", "Answers, and for what the gateway refused a request.", ["status", "reason"]
+)
 # The headers that the gateway reads.
 READ = {b"authorization", b"x-api-key", b"x-graftwork-purpose", b"x-graftwork-segment", b"x-session-id"}
 POLICY_VIOLATION = 1008
@@ -128,9 +133,11 @@ class Gateway:
         asked = scope.setdefault("state", {})
         given = dict(scope["headers"]).get(b"x-request-id", b"") if sets_id(state) else None
         asked["graftwork_request"] = new_seed(given)
+        REQUEST.set(asked["graftwork_request"])
 
         def tagged(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
+                answers_with(message["status"], asked.get("graftwork_reason", "")).inc()
                 message["headers"] = [
                     *message.get("headers", ()), (b"x-request-id", asked["graftwork_request"].encode()),
                 ]  # fmt: skip
@@ -161,15 +168,18 @@ class Gateway:
             found = await state.router.ask(partial(authenticate, state.router, headers))
             if found is None:
                 self._failed.note((scope.get("client") or ("unknown",))[0])
+                scope["state"]["graftwork_reason"] = "invalid_api_key"
                 return await send_no_key(send, path)
             key, tenant = found
             endpoint = served(path, method)
             require(endpoint.path, endpoint.roles, key)
             request_id = id_for(key, scope["state"]["graftwork_request"], state.router.hash_once)
             scope["state"] |= {"graftwork_key": key, "graftwork_request": request_id}
+            REQUEST.set(request_id)
             asked = Inbound(state, request_id, key, tenant, endpoint, headers, scope, receive, send)
             await self._dispatch(asked)
         except GraftworkError as error:
+            scope["state"]["graftwork_reason"] = reason_of(error)
             await send_error(send, error, path)
 
     async def _dispatch(self, asked: Inbound) -> None:
@@ -358,6 +368,12 @@ class Gateway:
                 raise
             exchange.status, has_failed = SERVER_ERROR, True
         return not has_failed
+
+
+@cache
+def answers_with(status: int, reason: str) -> Counter:
+    """Return the counter of these answers. Both labels are of few words: no client makes one."""
+    return ANSWERS.labels(status, reason)
 
 
 def sets_id(state: GatewayState | None) -> bool:

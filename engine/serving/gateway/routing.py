@@ -355,6 +355,11 @@ class Router:
             self._absent.put(key, seen, None)
             return None
 
+    @property
+    def unread_s(self) -> float:
+        """Return for how long the catalog has been unreadable (seconds), as of the newest look."""
+        return self._unread_s()
+
     def is_stale(self) -> bool:
         """Return whether the catalog has been unreadable for `STALE_S`, so that no canary is served."""
         self._look()

@@ -26,6 +26,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from engine.base.prompts import end_tokens
 from engine.errors import Busy, Cancelled, ConfigError, GraftworkError, ServiceError
+from engine.logs import set_up
 from engine.planning.host import free_bytes, microbatch_tokens, takes_all_cores
 from engine.ports import bind
 from engine.process_reaper import die_with_parent
@@ -306,6 +307,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--params", required=True, type=Path, help="resolved settings (YAML or JSON)")
     params = load_params(parser.parse_args().params)
+    set_up(params.log_format)
     os.environ.update(equal_bits(os.environ))
     # On shared cores the engine's short requests go before long training steps.
     os.nice(NICENESS)
@@ -323,7 +325,7 @@ def main() -> None:
     if ranks:
         ranks.lead()
     app = guarded(make_app(trainer), params.trainer, credential(params.paths, "trainer"))
-    config = uvicorn.Config(app, access_log=False, **server_options(params.trainer))
+    config = uvicorn.Config(app, access_log=False, log_config=None, **server_options(params.trainer))
     with suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener] if listener else None)
     trainer.close()

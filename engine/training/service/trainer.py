@@ -18,6 +18,7 @@ from engine.errors import ConfigError, GraftworkError, NotFound, ServiceError
 from engine.settings.own_functions import refuse_unlisted
 from engine.settings.params import Params
 from engine.shared_cores import SharedCores
+from engine.state_metrics import StateMetrics
 from engine.training.model.lora import ResidentBase
 from engine.training.model.objective import Objective
 from engine.training.model.packing import Example
@@ -39,6 +40,7 @@ from engine.training.service.queue import Operation, Queue, joined
 from engine.training.service.session import CURRENT, Session, state_file
 from engine.training.service.sessions import Sessions
 from engine.training.service.start import start_of
+from engine.work_metrics import WorkMetrics
 
 # Operations that run in parts and can be cancelled between two of them.
 WITH_PASSES = protocol.Forward | protocol.ForwardBackward | protocol.Export | protocol.ProbeRevision
@@ -66,6 +68,8 @@ class Trainer:
         self.queue = Queue(params.trainer.queue_of_session, params.trainer.queue, joined, self._perform)
         self.sessions = Sessions(params.paths.sessions, base, base_digest, session_bytes, self.queue.waiting)
         self.metrics = TrainerMetrics()
+        WorkMetrics(self.metrics.registry)
+        StateMetrics(self.metrics.registry, params.paths)
         # Grows across restarts too, so that the fence of an earlier process is never accepted again.
         self.fence = time.time_ns()
 

@@ -1,0 +1,44 @@
+"""Prometheus metrics of what a controller looks after, as it is when they are asked for."""
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from engine.backup.place import BACKED_UP
+from engine.controller.alarms import alarms
+from engine.controller.loop import Controller
+from engine.errors import GraftworkError
+from engine.state_metrics import StateMetrics
+
+
+class StatusMetrics(Collector):
+    """The ledger's size and ages, alarms, notifications that wait, and the age of the last backup."""
+
+    def __init__(self, controller: Controller):
+        self._controller = controller
+        StateMetrics(controller.metrics.registry, controller.params.paths)
+        controller.metrics.registry.register(self)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the metrics; what cannot be read now is left out."""
+        controller, paths, now = self._controller, self._controller.params.paths, time.time()
+        yield _gauge("alarms", "Alarms.", len(alarms(controller)))
+        if controller.ingested_at:
+            yield _gauge("ingest_age_seconds", "Since all events were taken.", now - controller.ingested_at)
+        with suppress(OSError):
+            yield _gauge("ledger_bytes", "Bytes of the ledger.", paths.ledger.stat().st_size)
+        with suppress(OSError):
+            written = paths.ledger_snapshot.stat().st_mtime
+            yield _gauge("snapshot_age_seconds", "Since the readers' ledger was written.", now - written)
+        with suppress(GraftworkError):
+            waiting = controller.catalog.notices.count_unsent()
+            yield _gauge("notifications_unsent", "Notifications that wait.", waiting)
+            if (entry := controller.catalog.audit.newest_of(BACKED_UP)) is not None:
+                yield _gauge("backup_age_seconds", "Since the last backup.", now - entry.at)
+
+
+def _gauge(name: str, what: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"graftwork_{name}", what, value=value)
