@@ -47,7 +47,7 @@ def configuration(level: int = logging.INFO) -> dict[str, Any]:
         "formatters": {"json": {"class": f"{__name__}.{JsonLines.__name__}"}},
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json"}},
         "root": {"level": name, "handlers": ["stderr"]},
-        "loggers": dict.fromkeys(OURS, {"level": name}) | dict.fromkeys(theirs, passed_on),
+        "loggers": {key: {"level": name} for key in OURS} | dict.fromkeys(theirs, passed_on),
     }
 
 

@@ -57,12 +57,13 @@ NOTE_ALIASES = """
 class BackupResult:
     """A finished backup: `new_bytes` of its `bytes` were written, the rest was there.
 
-    `missing` are segments that the catalog names and the store does not have; `mlflow` is what was done with
-    MLflow's database.
+    `digest` is its manifest's, `missing` are segments that the catalog names and the store does not have,
+    `mlflow` is what was done with MLflow's database.
     """
 
     place: str
     name: str
+    digest: str
     files: int
     bytes: int
     new_bytes: int
@@ -121,13 +122,14 @@ def backup(
                 f"Somebody removed files from {place.address} while the backup was written there. Nothing "
                 "was published. Run it again."
             )
-        name = publish(place, manifest)
+        name, digest = publish(place, manifest)
         kept, removed = _tidy(place, keep, hold)
         result = BackupResult(
-            place.address, name, len(writer.files), writer.size, writer.new, removed, kept, mlflow,
+            place.address, name, digest, len(writer.files), writer.size, writer.new, removed, kept, mlflow,
             writer.missing,
         )  # fmt: skip
-        catalog.audit.note(BACKED_UP, place.address, {"name": name, "bytes": writer.size, "new": writer.new})
+        noted = {"name": name, "digest": digest, "bytes": writer.size, "new": writer.new}
+        catalog.audit.note(BACKED_UP, place.address, noted)
     return result
 
 

@@ -2,30 +2,43 @@
 
 All is written beside the state directory and renamed at the end; a catalog in Postgres is filled in one
 transaction before that. What a kill leaves is used by the next restore of the same backup.
+
+It begins with what it undoes: a backup is older than the decisions that were made after it.
 """
 
 import fcntl
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.backup.manifest import FOLDERS, PART, BackupManifest, StoredFile, find, missing_parts, read
+from engine.backup.manifest import (
+    FOLDERS,
+    PART,
+    BackupManifest,
+    StoredFile,
+    checked_digest,
+    find,
+    missing_parts,
+    read,
+)
 from engine.backup.place import BackupPlace
 from engine.catalog.catalog import Catalog, migrate
 from engine.catalog.copying import copy_catalog, require_empty
 from engine.catalog.database import sqlite_path
 from engine.catalog.records import SCHEMA_VERSION
-from engine.errors import ConfigError, Conflict, MissingBytes, ServiceError
+from engine.errors import ConfigError, Conflict, GraftworkError, MissingBytes, ServiceError
 from engine.files import replacing, sync, write_whole
 from engine.settings.params import Params
 from engine.store.checksums import checksum_of
 from engine.store.open import open_store
 from engine.store.segments import CATALOG_ID, Store
 from tasks.backup import ledger_schema
+from tasks.restore_undone import Undone, address_of, find_undone, meaning
 
 ACTION = "restore"
 # Which backup a state directory was restored from; written first, so that leftovers of a kill have a name.
@@ -33,11 +46,15 @@ MARKER = "restored.json"
 # Where suites are written before they appear, under their directory.
 DRAFTS = ".restoring"
 OnBytes = Callable[[int, int], object]
+Tell = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class RestoreResult:
-    """What was restored; `mlflow` is what the backup has of MLflow's database."""
+    """What was restored; `mlflow` is what the backup has of MLflow's database.
+
+    `revoked` is how many keys were revoked; None when that was not asked for.
+    """
 
     place: str
     name: str
@@ -45,22 +62,35 @@ class RestoreResult:
     files: int
     bytes: int
     mlflow: str
+    revoked: int | None = None
 
 
 def restore_backup(
-    params: Params, address: str, on_bytes: OnBytes = lambda done, size: None
+    params: Params,
+    address: str,
+    on_bytes: OnBytes = lambda done, size: None,
+    *,
+    expect: str | None = None,
+    compare_with: str | None = None,
+    revoke_all_keys: bool = False,
+    tell: Tell = lambda sentence: None,
 ) -> RestoreResult:
     """Restore the newest backup at `address`, or the one whose manifest it names.
 
-    `on_bytes` is called with the bytes done and their sum. Idempotent until it has succeeded: killed at any
-    moment and started again, it goes on.
+    `on_bytes` is called with the bytes done and their sum. Before anything is written, `tell` is called with
+    what the restore undoes: in general, and by name where `compare_with` (a URL, a file or a state directory)
+    or the settings name a catalog that knows. `expect` is how the manifest's digest has to begin. With
+    `revoke_all_keys` no key of the backup is in force in what is restored.
+
+    Idempotent until it has succeeded: killed at any moment and started again, it goes on.
 
     Raises `NotFound` where there is no finished backup, `DamagedBytes` or `MissingBytes` for a damaged one,
-    `ConfigError` for one of a newer version, `Conflict` when the state directory, the store, the catalog's
-    database or a suite of the same name is in use.
+    `ConfigError` for one of a newer version, `Conflict` when it is not the expected one, or when the state
+    directory, the store, the catalog's database or a suite of the same name is in use.
     """
+    expected = checked_digest(expect) if expect is not None else ""
     place, name = find(address)
-    manifest = read(place, name)
+    manifest = read(place, name, expected)
     _refuse_newer(name, manifest)
     if missing := missing_parts(place, manifest):
         raise MissingBytes(
@@ -68,6 +98,8 @@ def restore_backup(
             f"cut short, such as {min(missing)}. Nothing was changed. Restore an older one, by its address "
             f"{place.address}/backups/NAME."
         )
+    tell(meaning(name, manifest.created_at, revoke_all_keys))
+    _tell_undone(params, place, manifest, compare_with, tell)
     state_dir = params.state_dir
     if state_dir.exists() and any(state_dir.iterdir()):
         raise Conflict(
@@ -85,7 +117,7 @@ def restore_backup(
             _bring_file(place, file, draft / inside)
             done.add(file.size)
         _bring_suites(params, place, files["suites"], done)
-        _bring_catalog(params, place, name, draft, goes_on)
+        revoked = _bring_catalog(params, place, name, draft, goes_on, revoke_all_keys)
         try:
             # Over an empty directory, or none: the installation is there at once.
             draft.rename(state_dir)
@@ -95,7 +127,9 @@ def restore_backup(
                 f"{draft} could not be renamed to {state_dir}: {error.strerror}. A mount point cannot be "
                 "replaced: set `state_dir` to a directory below it, and restore again."
             ) from None
-    return RestoreResult(place.address, name, str(state_dir), len(manifest.files), done.size, manifest.mlflow)
+    return RestoreResult(
+        place.address, name, str(state_dir), len(manifest.files), done.size, manifest.mlflow, revoked
+    )
 
 
 class _Progress:
@@ -107,6 +141,53 @@ class _Progress:
     def add(self, size: int) -> None:
         self._done += size
         self._on_bytes(self._done, self.size)
+
+
+def _tell_undone(
+    params: Params, place: BackupPlace, manifest: BackupManifest, compare_with: str | None, tell: Tell
+) -> None:
+    """Tell by name what is undone, where a catalog knows it.
+
+    The catalog that the settings name is there only where this restore will be refused, or was killed before;
+    then a comparison that fails is told, and is no reason to stop.
+    """
+    if compare_with is not None:
+        undone = _undone(place, manifest, address_of(compare_with))
+    elif (url := _present(params)) is None:
+        tell(
+            "Which keys, revisions, policies and tenants these are is listed here with --compare-with and "
+            "the catalog of the installation that is replaced."
+        )
+        return
+    else:
+        try:
+            undone = _undone(place, manifest, url)
+        except GraftworkError as error:
+            tell(f"Which ones these are is not known: {error}")
+            return
+    for line in undone.sentences():
+        tell(line)
+
+
+def _present(params: Params) -> str | None:
+    """Return the URL of the catalog that the settings name; None while there is none, or an empty one."""
+    if not params.paths.has_catalog:
+        return None
+    try:
+        require_empty(params.paths.catalog_url)
+    except Conflict:
+        return params.paths.catalog_url
+    return None
+
+
+def _undone(place: BackupPlace, manifest: BackupManifest, present_url: str) -> Undone:
+    """Compare a passing copy of the backup's catalog with the present one."""
+    # Not in the draft of the state directory: nothing is written there before this has been told.
+    with tempfile.TemporaryDirectory(prefix="graftwork-") as folder:
+        copy = Path(folder) / "catalog.db"
+        _bring_file(place, _of_kind(manifest, "state")["catalog.db"], copy)
+        migrate(f"sqlite:///{copy}")
+        return find_undone(f"sqlite:///{copy}", present_url)
 
 
 def _refuse_newer(name: str, manifest: BackupManifest) -> None:
@@ -239,17 +320,23 @@ def _bring_suites(params: Params, place: BackupPlace, files: dict[str, StoredFil
     shutil.rmtree(drafts, ignore_errors=True)
 
 
-def _bring_catalog(params: Params, place: BackupPlace, name: str, draft: Path, goes_on: bool) -> None:
-    """Migrate the restored catalog, note the restore in its audit log, and move its rows to `catalog.url`."""
+def _bring_catalog(
+    params: Params, place: BackupPlace, name: str, draft: Path, goes_on: bool, revoke_all_keys: bool
+) -> int | None:
+    """Migrate the restored catalog, note the restore in its audit log, and move its rows to `catalog.url`.
+
+    Keys are revoked, if they are to be, before anybody can open that catalog. Return how many were.
+    """
     file = draft / "catalog.db"
     url = f"sqlite:///{file}"
     migrate(url)
     with Catalog(url) as catalog:
         catalog.audit.note(ACTION, place.address, {"name": name})
+        revoked = catalog.keys.revoke_all() if revoke_all_keys else None
         catalog.shorten_log()
     (draft / "catalog.lock").unlink(missing_ok=True)
     if not params.catalog.url:
-        return
+        return revoked
     try:
         copy_catalog(url, params.catalog.url)
     except Conflict:
@@ -258,6 +345,7 @@ def _bring_catalog(params: Params, place: BackupPlace, name: str, draft: Path, g
             raise
     for path in draft.glob("catalog.db*"):
         path.unlink()
+    return revoked
 
 
 def _is_same(url: str, other: str) -> bool:

@@ -1,9 +1,12 @@
 """A backup's manifest: the files in it, each as checksummed parts, and what a restore must know before it.
 
-Its name holds the checksum of its text, so that a damaged one is found.
+Its name holds the checksum of its text, so that a damaged one is found. Its digest, kept elsewhere, finds one
+that somebody wrote in its place, name and all.
 """
 
+import hashlib
 import json
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -11,7 +14,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from engine.backup.place import MANIFESTS, BackupPlace
-from engine.errors import ConfigError, DamagedBytes, NotFound
+from engine.errors import ConfigError, Conflict, DamagedBytes, NotFound
 from engine.store.checksums import checksum_of
 
 FORMAT = 1
@@ -20,6 +23,15 @@ PART = 32 << 20
 DIGEST16 = 16
 # The first part of a file's name says where it is restored to.
 FOLDERS = ("state", "store", "suites")
+# The beginning of a manifest's digest, or all of it.
+DIGEST = re.compile(r"[0-9a-f]{12,64}")
+
+
+class Published(NamedTuple):
+    """A finished backup's name, and the sha256 of its manifest, as `sha256sum` prints it for the file."""
+
+    name: str
+    digest: str
 
 
 class StoredFile(NamedTuple):
@@ -49,28 +61,46 @@ class BackupManifest:
     files: tuple[StoredFile, ...]
 
 
-def publish(place: BackupPlace, manifest: BackupManifest) -> str:
-    """Write a manifest, which finishes its backup; return its name."""
+def publish(place: BackupPlace, manifest: BackupManifest) -> Published:
+    """Write a manifest, which finishes its backup; return its name and digest."""
     text = json.dumps(asdict(manifest) | {"files": manifest.files}, separators=(",", ":")).encode()
     moment = time.strftime("%Y%m%dT%H%M%S", time.gmtime(manifest.created_at))
     # Microseconds, so that names sort by time.
     moment += f".{int(manifest.created_at % 1 * 1e6):06}Z"
     name = f"{moment}-{checksum_of(text)[:DIGEST16]}.json"
     place.write(f"{MANIFESTS}/{name}", text)
-    return name
+    return Published(name, hashlib.sha256(text).hexdigest())
 
 
-def read(place: BackupPlace, name: str) -> BackupManifest:
-    """Return a backup's manifest.
+def checked_digest(given: str) -> str:
+    """Return the beginning of a digest in small letters; `ConfigError` for what is none, or too short."""
+    if not DIGEST.fullmatch(given.lower()):
+        raise ConfigError(
+            f"{given!r} is not the digest of a manifest. Give the 64 hexadecimal digits that `graftwork "
+            "backup` printed, or at least the first 12."
+        )
+    return given.lower()
 
-    Raises `DamagedBytes` when its text is not the one that was written, `ConfigError` when this version does
-    not know its format, or when it names a file that a restore would write elsewhere.
+
+def read(place: BackupPlace, name: str, expected: str = "") -> BackupManifest:
+    """Return a backup's manifest; `expected` is how its digest has to begin.
+
+    Raises `DamagedBytes` when its text is not the one that was written, `Conflict` when it has another
+    digest, `ConfigError` when this version does not know its format, or when it names a file that a restore
+    would write elsewhere.
     """
     text = place.read(f"{MANIFESTS}/{name}")
     if not name.endswith(f"-{checksum_of(text)[:DIGEST16]}.json"):
         raise DamagedBytes(
             f"The manifest {MANIFESTS}/{name} at {place.address} is damaged: remove it. Other backups there "
             f"are not affected; `ls` their names, and restore one by {place.address}/{MANIFESTS}/NAME."
+        )
+    digest = hashlib.sha256(text).hexdigest()
+    if not digest.startswith(expected):
+        raise Conflict(
+            f"The manifest of the backup {name} at {place.address} has the digest {digest}, and {expected} "
+            "was expected: it is another backup, or somebody has exchanged it. Nothing was changed. Name the "
+            f"backup that you mean by {place.address}/{MANIFESTS}/NAME.json, or restore one of another place."
         )
     found = json.loads(text)
     if found["format"] != FORMAT:

@@ -8,7 +8,7 @@ the whole chain, so keep the last hash elsewhere: `graftwork audit verify --expe
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
@@ -133,6 +133,12 @@ class Audit:
         table = tables.audit.c
         query = select(tables.audit).where(table.action == action).order_by(table.id.desc()).limit(1)
         return self._access.one(AuditEntry, query)
+
+    def all_of(self, actions: Sequence[str]) -> list[AuditEntry]:
+        """Return every entry of these actions, oldest first; for actions that are rare."""
+        table = tables.audit.c
+        query = select(tables.audit).where(table.action.in_(actions)).order_by(table.id)
+        return self._access.all(AuditEntry, query)
 
     def verify(self, expected: tuple[int, str] | None = None) -> tuple[int, str]:
         """Check every entry; return the last one's number and hash.

@@ -160,6 +160,19 @@ class Keys:
             tell(connection, None)
         return found[0]
 
+    def revoke_all(self) -> int:
+        """Revoke every key, those that have expired too; return how many there were, by their ids."""
+        now, column = time.time(), tables.keys.c
+        with self._access.write() as connection:
+            there = column.revoked_at.is_(None)
+            query = select(column.id).where(there).distinct().order_by(column.id)
+            ids = connection.execute(query).scalars().all()
+            connection.execute(update(tables.keys).where(there).values(revoked_at=now))
+            for key in ids:
+                record(connection, "key.revoke", key, {"revoked_at": None}, {"revoked_at": now})
+            tell(connection, None)
+        return len(ids)
+
     def rotate(self, prefix: str, overlap_s: float) -> str:
         """Return the plaintext of a new key with the same id, rights and limits.
 

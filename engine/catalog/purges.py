@@ -69,6 +69,12 @@ class Purges:
             row = connection.execute(query).one_or_none()
         return dict(row._mapping) if row else None
 
+    def marks(self) -> dict[str, float]:
+        """Return when each purged name was purged, of those too that were used again."""
+        with self._access.read() as connection:
+            rows = connection.execute(select(tables.purged.c.policy, tables.purged.c.at))
+            return dict(rows.tuples().all())
+
     def gone(self, policies: Collection[str]) -> set[str]:
         """Return which of these names were purged and not used again."""
         names, there = list(policies), select(tables.policies.c.name)

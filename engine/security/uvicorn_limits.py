@@ -32,6 +32,8 @@ class LimitedProtocol(HttpToolsProtocol):
         # Bytes of headers or trailers, but for the piece in which the request began or its body went on.
         self._beside_body = 0
         self._deadline: asyncio.TimerHandle | None = None
+        # The request that is answered and has not been sent whole.
+        self._unsent: Any = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first request."""
@@ -76,10 +78,16 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if cycle is not None and cycle.more_body and not self.transport.is_closing():
             # The client may read the answer first: a close now would reset the connection.
+            self._unsent = cycle
             self.loop.call_later(LINGER_S, self._end_unless_sent, cycle)
 
+    def on_message_complete(self) -> None:
+        """Note that the request is here; uvicorn notes it only of one that is not answered yet."""
+        self._unsent = None
+        super().on_message_complete()
+
     def _end_unless_sent(self, cycle: Any) -> None:
-        if cycle.more_body:
+        if self._unsent is cycle:
             self.transport.close()
 
     def on_headers_complete(self) -> None:

@@ -55,6 +55,10 @@ def backup(
             f"{found['seconds']:.1f} s. Backups there: {found['kept']}."
         )
         typer.echo(f"MLflow's database: {found['mlflow']}.")
+        typer.echo(
+            f"Its manifest's digest (sha256): {found['digest']}. Keep it elsewhere: `graftwork restore "
+            "--expect` checks it."
+        )
     if lost := found["missing"]:
         raise MissingBytes(
             f"The backup is finished, but {len(lost)} segments that the catalog names are not in the store, "
@@ -62,8 +66,10 @@ def backup(
         )
 
 
-def restore_from(place: str, params: ParamsFile) -> None:
-    """Restore a backup into the settings' empty state directory."""
+def restore_from(
+    place: str, params: ParamsFile, expect: str | None, compare_with: str | None, revoke_all_keys: bool
+) -> None:
+    """Restore a backup into the settings' empty state directory, and say first what that undoes."""
     settings = enter(params)
     from tasks.restore_backup import restore_backup
 
@@ -72,11 +78,27 @@ def restore_from(place: str, params: ParamsFile) -> None:
     def on_bytes(done: int, size: int) -> None:
         said(lambda: f"{_size(done)} of {_size(size)}")
 
-    found = restore_backup(settings, place, on_bytes)
+    def tell(sentence: str) -> None:
+        typer.echo(sentence, err=True)
+
+    found = restore_backup(
+        settings,
+        place,
+        on_bytes,
+        expect=expect,
+        compare_with=compare_with,
+        revoke_all_keys=revoke_all_keys,
+        tell=tell,
+    )
     typer.echo(
         f"{found.name} is restored to {found.state_dir}: {found.files:,} files, {_size(found.bytes)}, in "
         f"{time.monotonic() - began:.1f} s. MLflow's database: {found.mlflow}."
     )
+    if found.revoked is not None:
+        typer.echo(
+            f"All keys are revoked: {found.revoked:,}. `graftwork key ls` lists them with their tenants; "
+            "make each tenant a new one with `graftwork key create TENANT`."
+        )
     typer.echo("Start it with `graftwork up`, which makes new credentials.")
 
 

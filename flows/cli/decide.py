@@ -122,14 +122,39 @@ def restore(
             help="Restore an installation from the newest backup there, or from DIR/backups/NAME.json.",
         ),
     ] = None,
+    expect: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIGEST",
+            help="With --from: refuse a backup unless its manifest has this digest, whole or its first 12 "
+            "digits or more.",
+        ),
+    ] = None,
+    compare_with: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|DIR|URL",
+            help="With --from: list what is undone since the backup, by the replaced installation's "
+            "catalog.db, state directory or catalog URL.",
+        ),
+    ] = None,
+    revoke_all_keys: Annotated[
+        bool, typer.Option("--revoke-all-keys", help="With --from: let no key of the backup work.")
+    ] = False,
     params: ParamsFile = PARAMS,
 ) -> None:
     """Make an earlier revision the champion again; or, with --from, restore a whole backup.
 
-    A backup is restored into an empty state directory.
+    A backup is restored into an empty state directory. What was decided since it was made is undone, which is
+    said first.
     """
     if backup is not None and policy is None:
-        return restore_from(backup, params)
+        return restore_from(backup, params, expect, compare_with, revoke_all_keys)
+    if expect is not None or compare_with is not None or revoke_all_keys:
+        raise ConfigError(
+            "--expect, --compare-with and --revoke-all-keys restore a backup: give --from DIR|URL with them, "
+            "and no POLICY."
+        )
     if backup is not None or policy is None or reason is None:
         raise ConfigError(
             "Give POLICY and --reason to restore a champion, or --from DIR|URL alone to restore a backup."

@@ -14,7 +14,7 @@ MANIFEST = BackupManifest(FORMAT, "1", 1.0, "catalog", "0001", 1, "none", ())
 
 def published(tmp_path: Path, name: str) -> BackupManifest:
     place = BackupPlace(str(tmp_path))
-    return read(place, publish(place, replace(MANIFEST, files=(StoredFile(name, 0, ()),))))
+    return read(place, publish(place, replace(MANIFEST, files=(StoredFile(name, 0, ()),))).name)
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,31 @@ def test_who_has_an_answer_and_still_sends_is_left(monkeypatch: pytest.MonkeyPat
     uvloop.run(run())
 
 
+def test_who_is_answered_early_and_then_sends_the_rest_keeps_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(uvicorn_limits, "LINGER_S", 0.2)
+    whole = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+
+    async def run() -> None:
+        async with Running() as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+
+            async def answered() -> bytes:
+                return await asyncio.wait_for(reader.readuntil(b"\r\n\r\nok"), 25)
+
+            writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nb")
+            await answered()
+            writer.write(b"ody")
+            for _ in range(3):
+                await asyncio.sleep(0.2)
+                writer.write(whole)
+                assert (await answered()).startswith(b"HTTP/1.1 200")
+            writer.close()
+
+    uvloop.run(run())
+
+
 async def test_cookies_reach_no_app():
     """Python's parser takes seconds for 30 KB of backslashes, and FastAPI parses them for every route."""
     seen = []
