@@ -20,6 +20,7 @@ from engine.security.credentials import NAMES, USER, known_credential
 from engine.services import lifecycle
 from engine.settings.params import DIGEST12, Params
 from engine.training.service.client import TrainerClient
+from tasks.stuck_runs import open_prefect, stuck_runs, worker_started
 
 CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 # Of these another version has changed behaviour that the project relies on.
@@ -49,7 +50,7 @@ def examine(params: Params) -> list[Finding]:
     checks: dict[str, Callable[[Params], Iterator[Finding]]] = {
         "versions": _versions, "disk": _disk, "rights": _rights, "ports": _ports, "listening": _listening,
         "credentials": _credentials, "clocks": _clocks, "audit": _audit, "backup": _backup,
-        "engines": _engines,
+        "engines": _engines, "runs": _runs,
     }  # fmt: skip
     found: list[Finding] = []
     for name, check in checks.items():
@@ -231,3 +232,19 @@ def _engines(params: Params) -> Iterator[Finding]:
         elif len(bases) > 1:
             seen = f"{row.id} serves base {row.base[:DIGEST12]}, and others another"
             yield Finding("engines", seen)
+
+
+def _runs(params: Params) -> Iterator[Finding]:
+    """Say which runs keep their deployment's slot without a process, so that later runs are cancelled."""
+    running = {state.name for state in lifecycle.status(params) if state.state == "running"}
+    if "prefect" not in running and params.prefect.at is None:
+        yield Finding("runs", "not looked at: Prefect does not run")
+        return
+    now = time.time()
+    with open_prefect(params, TIMEOUT_S) as client:
+        found = stuck_runs(client, params.prefect.work_pool, now, worker_started(params, now))
+    for run in found:
+        yield Finding(
+            "runs", str(run),
+            "Run `graftwork up`, or restart `graftwork start worker` where it runs: that ends the run.",
+        )  # fmt: skip

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+import httpx
+
 from engine.catalog.catalog import Replica, open_catalog
 from engine.clients.controller import ControllerClient
 from engine.controller.mlflow_registry import registered
@@ -20,6 +22,7 @@ from engine.report.why import Chain, Link, moment, why
 from engine.security.credentials import known_credential
 from engine.settings.params import DIGEST12, Params, served_name
 from tasks.outcome import age
+from tasks.stuck_runs import KeptOutRuns, kept_out_runs, open_prefect
 
 TIMEOUT_S = 3.0
 
@@ -56,9 +59,9 @@ def revisions(params: Params, policy: str, limit: int) -> tuple[list[RevisionRow
 
 
 def standing(params: Params) -> dict[str, Any]:
-    """Return alarms, a freeze, running releases, the newest three notices, and the catalog's engines."""
+    """Return alarms, a freeze, running releases, three notices, the engines, and runs that found no slot."""
     if not params.paths.has_catalog:
-        return {"alarms": [], "frozen": False, "releases": [], "notices": [], "engines": []}
+        return {"alarms": [], "frozen": False, "releases": [], "notices": [], "engines": [], "cancelled": []}
     key = known_credential(params.paths, "controller")
     with (
         open_catalog(params.paths) as catalog,
@@ -75,7 +78,17 @@ def standing(params: Params) -> dict[str, Any]:
             "releases": releases,
             "notices": notices,
             "engines": [shown_replica(row, time.time()) for row in catalog.replicas.all()],
+            "cancelled": plain(lately_cancelled(params)),
         }
+
+
+def lately_cancelled(params: Params) -> list[KeptOutRuns]:
+    """Return whose runs were cancelled for want of a slot; none while Prefect does not answer."""
+    try:
+        with open_prefect(params, TIMEOUT_S) as client:
+            return kept_out_runs(client, params.prefect.work_pool, time.time())
+    except httpx.HTTPError:
+        return []
 
 
 def shown_replica(row: Replica, now: float) -> dict[str, Any]:

@@ -55,6 +55,7 @@ from flows.entry import (
 from tasks.deployments import install
 from tasks.outcome import Stages, shortcomings
 from tasks.purged_names import reuse_purged_name
+from tasks.stuck_runs import free_stuck, worker_started
 
 AGAIN_S = 0.05
 app = typer.Typer(
@@ -136,7 +137,7 @@ def up(
     ] = None,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Start the services in the background and install the Prefect deployments."""
+    """Start the services in the background, install the Prefect deployments, end a dead worker's runs."""
     settings = enter(params, starting=True)
     from flows.display import base_builder, print_addresses, print_service
 
@@ -145,6 +146,9 @@ def up(
     if not only:
         # Also beside running services: a changed schedule, or what failed the first time.
         print_service("prefect", f"{install(settings)} deployments and their automations")
+        now = time.time()
+        for dead in free_stuck(settings, now, worker_started(settings, now)):
+            print_service("prefect", f"ended: {dead}")
     typer.echo("The services are running." if started else "The services were already running.")
     print_addresses(settings)
 
@@ -158,12 +162,17 @@ def start(
 ) -> None:
     """Run one service in the foreground until a signal, for systemd or a container.
 
-    Where it is reached stands in `at`; the worker also installs the Prefect deployments.
+    Where it is reached stands in `at`; the worker also installs the Prefect deployments and ends the runs
+    that a dead worker has left.
     """
     settings = enter(params)
     command, environment = services.foreground(settings, service)
     if service == services.WORKER:
         typer.echo(f"{install(settings)} deployments and their automations are installed.")
+        # An installation has one worker, and this one has claimed nothing yet.
+        now = time.time()
+        for dead in free_stuck(settings, now, started=now):
+            typer.echo(f"Ended: {dead}.")
     os.execve(command[0], command, environment)
 
 

@@ -20,9 +20,10 @@ Limit = Annotated[int, typer.Option(min=1, max=10_000, help="Show at most this m
 
 @app.command()
 def status(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
-    """Show each service's state, address and age, running releases, and alarms."""
+    """Show each service's state, address and age, running releases, alarms, and runs that found no slot."""
     settings = enter(params)
     from tasks.look import plain, standing
+    from tasks.stuck_runs import KeptOutRuns
 
     states, now = services.status(settings), standing(settings)
     if as_json:
@@ -41,6 +42,8 @@ def status(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
         say(f"Engine {one['id']} at {one['url']}: last beat {one['beat_s']:g} s ago{drains}.")
     for notice in now["notices"]:
         say(f"{notice['name']}: {notice['reason']}")
+    for row in now["cancelled"]:
+        say(str(KeptOutRuns(**row)))
 
 
 @app.command()

@@ -56,7 +56,7 @@ def doctor(
     as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Check the installation: versions, disk, rights, ports, credentials, clocks; say what to do.
+    """Check the installation: versions, disk, rights, ports, credentials, clocks, dead runs; say what to do.
 
     Exits with 1 when something is wrong.
     """

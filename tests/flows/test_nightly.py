@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from engine.catalog.catalog import open_catalog
+from engine.settings.params import load_params
+from tasks.stuck_runs import free_stuck, kept_out_runs, open_prefect
 from tests.helpers.live import eventually
 from tests.helpers.operated import POLICY, Operated, write_sums
 
@@ -81,3 +83,32 @@ def test_a_schedule_never_overlaps_itself(people: Operated) -> None:
     states = [people.wait(run) for run in runs]
     assert "CANCELLED" in [state["type"] for state in states], states
     assert {state["type"] for state in states} <= {"CANCELLED", "COMPLETED"}, states
+
+
+def test_a_run_that_was_claimed_and_never_began_keeps_the_slot_until_it_is_ended(people: Operated) -> None:
+    """Moved by hand in a far future, since no worker may take it."""
+    deployment = people.deployment("nightly")
+    later = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 86400))
+    far = {"type": "SCHEDULED", "state_details": {"scheduled_time": later}}
+
+    def claim() -> tuple[str, str]:
+        at = f"/deployments/{deployment['id']}/create_flow_run"
+        made = people.prefect.post(at, json={"parameters": {"form": {}}, "state": far}).raise_for_status()
+        run = made.json()["id"]
+        claimed = {"state": {"type": "PENDING", "name": "Pending"}}
+        moved = people.prefect.post(f"/flow_runs/{run}/set_state", json=claimed).raise_for_status()
+        return run, moved.json()["state"]["type"]
+
+    params = load_params(people.settings)
+    dead, first = claim()
+    assert (first, claim()[1]) == ("PENDING", "CANCELLED")
+    with open_prefect(params) as client:
+        told = kept_out_runs(client, params.prefect.work_pool, time.time())
+    assert [(one.deployment, time.time() - one.last_at < 60) for one in told] == [("nightly", True)]
+    now = time.time()
+    assert [run.id for run in free_stuck(params, now, started=now)] == [dead]
+    assert people.state_of(dead)["type"] == "CRASHED"
+    last, state = claim()
+    assert state == "PENDING"
+    ended = {"state": {"type": "CANCELLED", "name": "Cancelled"}}
+    people.prefect.post(f"/flow_runs/{last}/set_state", json=ended).raise_for_status()

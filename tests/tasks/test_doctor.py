@@ -36,7 +36,7 @@ def test_a_sound_installation_has_no_fault(params: Params) -> None:
     checks = {one.check for one in examine(params)}
     assert checks == {
         "versions", "disk", "rights", "ports", "listening", "credentials", "clocks", "audit",
-        "backup", "engines",
+        "backup", "engines", "runs",
     }  # fmt: skip
 
 
