@@ -21,6 +21,7 @@ from engine.controller.api import build_app
 from engine.controller.cancelled_runs import CancelledRuns
 from engine.controller.health_monitor import HealthMonitor
 from engine.controller.loop import Controller
+from engine.controller.missed_runs import MissedRuns
 from engine.controller.mlflow_aliases import AliasMirror
 from engine.controller.mlflow_registry import open_registry
 from engine.controller.notifications import NotificationSender
@@ -59,6 +60,7 @@ def serve(params: Params) -> None:
         NotificationSender(controller.catalog, prefect),
         CancelledRuns(controller.catalog, controller.decisions, controller.lock, prefect),
         HealthMonitor(controller.catalog, params),
+        MissedRuns(prefect, controller.metrics.missed),
         AlarmWatch(controller),
     ]
     if params.controller.archive:

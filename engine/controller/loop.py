@@ -52,6 +52,11 @@ class ControllerMetrics:
             "graftwork_verdicts", "Releases that ended.", ["verdict"], registry=self.registry
         )
         self.releases = Gauge("graftwork_open_releases", "Releases that run.", registry=self.registry)
+        self.missed = Gauge(
+            "graftwork_nightly_missed",
+            "Nightly runs of the last day that did not complete.",
+            registry=self.registry,
+        )
         self.tick = Histogram("graftwork_tick_seconds", "One turn of the loop.", registry=self.registry)
         self.decision = Histogram(
             "graftwork_verdict_seconds", "From verdict to its end in the catalog.", registry=self.registry

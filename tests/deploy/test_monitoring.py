@@ -47,6 +47,7 @@ QUIET = {
     'graftwork_background_errors_total{work="usage-sync"}': "0x60",
     "graftwork_notifications_unsent": "0x60",
     "graftwork_backup_age_seconds": "3600x60",
+    "graftwork_nightly_missed": "0x60",
     "graftwork_disk_free_bytes": "50000000000x60",
     'graftwork_requests_limited_total{tenant="acme",limit="concurrency"}': "0+60x60",
 }
@@ -70,6 +71,7 @@ FIRES = {
         'graftwork_background_errors_total{work="spool-gateway"}': "0+100x60",
     },
     "GraftworkNotificationsWait": {"graftwork_notifications_unsent": "3x60"},
+    "GraftworkNightlyMissed": {"graftwork_nightly_missed": "1x60"},
     "GraftworkBackupOld": {"graftwork_backup_age_seconds": "200000x60"},
     "GraftworkDiskFull": {"graftwork_disk_free_bytes": "1000000000x60"},
 }
