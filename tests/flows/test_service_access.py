@@ -12,6 +12,7 @@ from playwright.sync_api import sync_playwright
 from engine.security.credentials import NAMES, USER, known_credential
 from engine.services import lifecycle
 from engine.settings.params import load_params
+from tests.helpers.live import eventually
 from tests.helpers.operated import Operated
 
 pytestmark = [pytest.mark.heavy(minutes=9), pytest.mark.timeout(600)]
@@ -110,3 +111,19 @@ def test_a_run_whose_heartbeats_stopped_is_marked_as_crashed(people: Operated, d
     state = people.wait(dead, seconds=180)
     assert state["type"] == "CRASHED"
     assert "process is gone" in state["message"]
+
+
+def test_what_runs_beside_the_controller_works(people: Operated) -> None:
+    """On the real services: the sender of notifications, the count of missed runs, and the rest."""
+    headers = {"authorization": f"Bearer {people.paths.local_key.read_text().strip()}"}
+
+    def told() -> dict[str, float]:
+        text = httpx.get(f"{people.url('controller')}/metrics", headers=headers, timeout=20).text
+        lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, _, value in lines}
+
+    ages = [name for name in told() if name.startswith("graftwork_background_age_seconds")]
+    assert {'graftwork_background_age_seconds{work="missed-runs"}'} < set(ages)
+    # Each has succeeded within a few of its turns.
+    assert eventually(lambda: all(told()[name] < 180 for name in ages), 60)
+    assert told()["graftwork_nightly_missed"] >= 0

@@ -131,6 +131,9 @@ class Router:
         has been unreadable for so long that the pinned revision may have a tombstone by now.
         """
         self._look()
+        return self._resolve(model, unit, purpose, key)
+
+    def _resolve(self, model: str, unit: str, purpose: str, key: Key | None) -> Target:
         if model in self._base_names:
             return Target(None, None, "base")
         policy, digest = split_served_name(model)
@@ -201,7 +204,7 @@ class Router:
         """Return what `resolve` does, and when the look behind it began (the router's clock)."""
         self._look()
         read_at = self._watch.read_at
-        return self.resolve(model, unit, purpose, key), read_at
+        return self._resolve(model, unit, purpose, key), read_at
 
     def revision(self, policy: str, digest: str, may_be_old: bool = True) -> Revision:
         """Return a revision by its digest or a prefix of it.
