@@ -21,6 +21,7 @@ EXCLUDED = {
     "engine/work_metrics.py": "says how the work in the background goes",
     "engine/state_metrics.py": "says what waits on the disk",
     "engine/logs.py": "configures logging",
+    "engine/clocks.py": "says when a key expires",
     "engine/threads.py": "renews the lease under which a refusal is carried out",
     "engine/version.py": "is told to the ledger, which the stage does not write",
     "engine/ports.py": "binds a port",

@@ -13,6 +13,7 @@ ROOMS = (
     "engine.version",
     "engine.errors",
     "engine.files",
+    "engine.clocks",
     "engine.clients",
     "engine.process_reaper",
     "engine.threads",

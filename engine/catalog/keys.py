@@ -21,6 +21,7 @@ from engine.catalog.access import Access
 from engine.catalog.audit import record
 from engine.catalog.changes import tell
 from engine.catalog.records import Key, Policy, Tenant, overlap
+from engine.clocks import SteadyClock
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.files import replacing
 
@@ -61,6 +62,8 @@ class Keys:
 
     def __init__(self, access: Access):
         self._access = access
+        # Of one clock, so that one that jumps ahead ends no key.
+        self.now = SteadyClock()
 
     def create(
         self,
@@ -125,7 +128,7 @@ class Keys:
         if not self._access.quick(f"SELECT 1 FROM keys WHERE hash = {self._access.mark}", (hashed,)):
             return None
         key = self._access.one(Key, select(tables.keys).where(tables.keys.c.hash == hashed))
-        return key if key is not None and key.is_in_force(time.time()) else None
+        return key if key is not None and key.is_in_force(self.now()) else None
 
     def match(self, prefix: str) -> list[Key]:
         """Return the key in force whose id or hash starts with `prefix`, or whose plaintext it is.
@@ -134,7 +137,7 @@ class Keys:
         `Conflict` when there are several keys.
         """
         whole = hash_key(prefix) if prefix.startswith((OURS, TINKERS)) else None
-        now = time.time()
+        now = self.now()
         found = [
             key
             for key in reversed(self.all())

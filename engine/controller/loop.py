@@ -17,12 +17,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.catalog.audit import acting
 from engine.catalog.catalog import Release, open_catalog
+from engine.clocks import TrustedClock
 from engine.controller.advance import Evidence, advance
 from engine.controller.apply import Applier
 from engine.controller.evidence import EvidenceReader
 from engine.controller.release_decisions import ReleaseDecisions
 from engine.controller.route_changes import LEASE, take_lease
-from engine.controller.trusted_clock import TrustedClock
 from engine.errors import Conflict, ServiceError
 from engine.ledger.ledger import Ledger, Spool
 from engine.ledger.purge import erase, forget, purge

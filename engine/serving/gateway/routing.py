@@ -89,7 +89,7 @@ class Router:
             key: Key | None = self._find(None, row, lambda: self._catalog.keys.find_hash(row[1]))
         else:
             key = self._meet(row)
-        if key is None or not key.is_in_force(time.time()):
+        if key is None or not key.is_in_force(self._catalog.keys.now()):
             return None
         if self._unread_s(row) > self._key_max_age_s:
             raise ServiceError(

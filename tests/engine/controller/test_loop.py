@@ -16,9 +16,10 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
+from engine import clocks
 from engine.catalog.catalog import Catalog, Release, migrate
 from engine.clients.controller import ControllerClient
-from engine.controller import trusted_clock
+from engine.clocks import TrustedClock
 from engine.controller.advance import Action
 from engine.controller.api import build_app
 from engine.controller.apply import Applier
@@ -27,7 +28,6 @@ from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
 from engine.controller.mlflow_registry import Registry
 from engine.controller.route_changes import LEASE, outlast_lease, take_lease
-from engine.controller.trusted_clock import TrustedClock
 from engine.errors import Conflict, NotFound, ServiceError
 from engine.ledger.ledger import Ledger, Spool, open_snapshot
 from engine.quality.canary import CanaryResult, FeedbackCounts
@@ -594,7 +594,7 @@ def test_a_clock_is_remembered_until_the_machine_starts_again(
     # After a start of the machine the monotonic clock says nothing of the time before.
     boot = tmp_path / "boot_id"
     boot.write_text("another\n")
-    monkeypatch.setattr(trusted_clock, "BOOT", boot)
+    monkeypatch.setattr(clocks, "BOOT", boot)
     wall[0] += 1e6
     assert clock().now() == wall[0]
     file.write_text("torn")

@@ -388,7 +388,7 @@ async def test_a_key_expires_and_is_rotated_with_an_overlap(world: World, monkey
     for key, status in ((first, 200), (second, 200)):
         async with world.client(key) as client:
             assert (await client.post(**completion())).status_code == status
-    monkeypatch.setattr(time, "time", lambda: now + 601)
+    monkeypatch.setattr(world.catalog.keys, "now", lambda: now + 601)
     async with world.client(first) as client:
         assert (await client.post(**completion())).status_code == 401
 

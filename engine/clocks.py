@@ -1,4 +1,8 @@
-"""A wall clock for irreversible work: trusted while it advances as the monotonic clock does."""
+"""Wall clocks for what expires: a clock that jumps forward ends nothing early.
+
+A clock is believed while it advances as the monotonic clock does, or once it has held its new time for an
+hour. One that is set back is believed at once, since nothing expires early by it.
+"""
 
 import json
 import time
@@ -16,8 +20,35 @@ HELD_S = 3600.0
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-class TrustedClock:
-    """Returns the wall time unless the clock jumped forward within the last hour. Not thread-safe.
+class SteadyClock:
+    """Returns the wall time; after a jump forward the time that it would be without. Not persistent."""
+
+    def __init__(
+        self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
+    ):
+        self._wall, self._monotonic = wall, monotonic
+        self._offset = wall() - monotonic()
+        # When (monotonic) the jump was first seen, and the offset then.
+        self._ahead: tuple[float, float] | None = None
+
+    def __call__(self) -> float:
+        """Return the time (epoch seconds)."""
+        wall, now = self._wall(), self._monotonic()
+        self._look(wall, now)
+        return wall if self._ahead is None else now + self._offset
+
+    def _look(self, wall: float, now: float) -> None:
+        offset = wall - now
+        if offset - self._offset <= JUMP_S:
+            self._ahead = None
+        elif self._ahead is None or abs(offset - self._ahead[1]) > JUMP_S:
+            self._ahead = now, offset
+        if self._ahead is None or now - self._ahead[0] >= HELD_S:
+            self._offset, self._ahead = offset, None
+
+
+class TrustedClock(SteadyClock):
+    """A wall clock for irreversible work, which waits after a jump forward. Not thread-safe.
 
     `file` carries the offset from process to process, so that a restart does not accept a jump. After a
     reboot the clock is trusted as it is.
@@ -29,27 +60,15 @@ class TrustedClock:
         wall: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ):
-        self._file, self._wall, self._monotonic = file, wall, monotonic
+        super().__init__(wall, monotonic)
+        self._file, self._kept = file, ""
         self._boot = BOOT.read_text().strip()
-        self._offset = wall() - monotonic()
-        # When (monotonic) the jump was first seen, and the offset then.
-        self._ahead: tuple[float, float] | None = None
-        self._kept = ""
         self._remember()
 
     def now(self) -> float:
-        """Return the wall time (epoch seconds); raises `ServiceError` within an hour after a forward jump.
-
-        A clock that is set back is accepted at once, since nothing expires early by it.
-        """
-        wall, now = self._wall(), self._monotonic()
-        offset = wall - now
-        if offset - self._offset <= JUMP_S:
-            self._ahead = None
-        elif self._ahead is None or abs(offset - self._ahead[1]) > JUMP_S:
-            self._ahead = now, offset
-        if self._ahead is None or now - self._ahead[0] >= HELD_S:
-            self._offset, self._ahead = offset, None
+        """Return the wall time (epoch seconds); raises `ServiceError` within an hour after a forward jump."""
+        wall = self._wall()
+        self._look(wall, self._monotonic())
         self._keep()
         if self._ahead is not None:
             raise ServiceError(
