@@ -70,7 +70,7 @@ def serve(params: Params) -> None:
         archiver = Archiver(
             paths.ledger_snapshot, place, controller.catalog.id, paths.ledger_archive, every_s, told
         )
-        controller.rewritten = archiver.wake
+        controller.files.rewritten = archiver.wake
         beside.append(archiver)
     config = uvicorn.Config(
         trusted(build_app(controller, mirror), params.controller),

@@ -150,6 +150,7 @@ def _add_reading(app: FastAPI, controller: Controller, mirror: AliasMirror) -> N
             "alarms": found,
             "aliases": mirror.fault,
             "frozen": controller.decisions.frozen(),
+            "under_way": controller.files.under_way(),
         }
 
     @app.get(METRICS)
@@ -244,7 +245,7 @@ def _add_decisions(app: FastAPI, controller: Controller) -> None:
     def purge(body: PurgeBody, key: Admin) -> dict[str, int]:
         """Remove a policy's name, rows or ledger rows. `graftwork purge` removes it from every place."""
         if body.place == "ledger":
-            return controller.purge(body.policy)
+            return controller.files.purge(body.policy)
         # Without the lock: there may be many rows, and nothing else changes the rows of a marked name.
         return changes.purge(body.policy, body.place, key.named(body.by))
 
@@ -252,14 +253,14 @@ def _add_decisions(app: FastAPI, controller: Controller) -> None:
     def erase(body: EraseBody, key: Admin) -> dict[str, int]:
         """Remove what a tenant's keys asked and rated. `graftwork erase` also removes its policies."""
         by, catalog = key.named(body.by), controller.catalog
-        removed = controller.erase([one.hash for one in catalog.keys.all() if one.owner == body.tenant])
+        removed = controller.files.erase([one.hash for one in catalog.keys.all() if one.owner == body.tenant])
         catalog.audit.note("tenant.erase", body.tenant, {"by": by, "removed": removed})
         return removed
 
     @app.post("/ledger")
     def publish_ledger(body: NoBody, key: Admin) -> dict[str, bool]:
         """Write the readers' copy of the ledger with all that is spooled; a backup asks for it."""
-        controller.publish_ledger()
+        controller.files.publish()
         return {"published": True}
 
     @app.post("/freeze")

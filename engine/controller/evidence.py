@@ -28,6 +28,8 @@ class EvidenceReader:
         # Of each running release: its gate, and its canary's weight, and when each began by the clock.
         self._began: dict[tuple[str, str], tuple[tuple[object, ...], float]] = {}
         self._canaries: dict[str, CanaryReader] = {}
+        # The opened ledger whose rows they have taken.
+        self._taken_from = -1
 
     def read(self, release: Release, ledger: Ledger) -> Evidence:
         """Return the current evidence for a release."""
@@ -97,6 +99,10 @@ class EvidenceReader:
     def _canary(self, release: Release, ledger: Ledger) -> CanaryResult:
         if release.canary_started_at is None:
             return CanaryResult()
+        if self._taken_from != ledger.number:
+            # The rows of another file have other numbers: what was taken of this one cannot be told by them.
+            self._canaries.clear()
+            self._taken_from = ledger.number
         reader = self._canaries.setdefault(release.id, CanaryReader(release))
         return reader.read(ledger.connection, release)
 

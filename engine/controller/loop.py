@@ -1,16 +1,18 @@
 """The controller's loop: the only writer of routes, releases and ledger while it runs.
 
 Each turn renews the lease, ingests the spool, advances every running release, expires snapshots and publishes
-a new copy of the ledger. One controller is active: the ledger's lock ensures it on one machine, the lease in
-the catalog between machines. The HTTP API is in `api.py`.
+a new copy of the ledger; a large ledger is copied and rewritten beside the loop (`ledger_files.py`). One
+controller is active: the ledger's lock ensures it on one machine, the lease in the catalog between machines.
+The HTTP API is in `api.py`.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 import duckdb
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -21,11 +23,12 @@ from engine.clocks import TrustedClock
 from engine.controller.advance import Evidence, advance
 from engine.controller.apply import Applier
 from engine.controller.evidence import EvidenceReader
+from engine.controller.ledger_files import LedgerFiles
 from engine.controller.release_decisions import ReleaseDecisions
 from engine.controller.route_changes import LEASE, take_lease
 from engine.errors import Conflict, ServiceError
 from engine.ledger.ledger import Ledger, Spool
-from engine.ledger.purge import erase, forget, purge
+from engine.ledger.purge import of_old
 from engine.settings.params import Params
 from engine.threads import LoopRequests
 from engine.work_metrics import WorkMetrics
@@ -35,8 +38,10 @@ SWEEP_S = 3600.0
 DAY_S = 86_400.0
 # Feedback may arrive before the observation of its answer, which is emitted when the answer ends.
 AHEAD_S = 3600.0
-PURGE_S = 300.0
+# Other threads wait this long for the loop: a few turns, also slow ones.
+TURNS_S = 60.0
 STALLED_S = 5.0
+T = TypeVar("T")
 log = logging.getLogger("graftwork.controller")
 
 
@@ -78,11 +83,10 @@ class Controller:
         self.decisions = ReleaseDecisions(self.catalog, self.applier, params.release_of, self.latest)
         self.faults: dict[str, str] = {}
         self.last_tick = time.monotonic()
-        # Called when rows were removed: copies of the ledger elsewhere have them still.
-        self.rewritten: Callable[[], None] = lambda: None
         # Serializes the loop's decisions and people's requests.
         self.lock = threading.Lock()
         self.requests = LoopRequests()
+        self.files = LedgerFiles(params.paths, self._on_ledger, self.tell)
         self.reader = EvidenceReader(self.catalog)
         self._holder = holder
         self._fence = take_lease(self.catalog, holder, params.controller.lease_s)
@@ -113,7 +117,7 @@ class Controller:
         self.due.clear()
         self.spool.close()
         self._part("ingest", self._ingest)
-        self._part("snapshot", self._snapshot)
+        self._part("snapshot", self._last_snapshot)
         self.catalog.leases.release(LEASE, self._holder)
         if self.ledger:
             self.ledger.close()
@@ -132,18 +136,6 @@ class Controller:
             self._part("retention", self._forget_old, DAY_S)
             self._part("snapshot", self._snapshot, self.params.controller.snapshot_s)
         self.last_tick = time.monotonic()
-
-    def purge(self, policy: str) -> dict[str, int]:
-        """Remove a policy's rows from ledger, spool and snapshot, on the loop's thread."""
-        return self.requests.call(partial(self._purge, policy), PURGE_S)
-
-    def erase(self, keys: Sequence[str]) -> dict[str, int]:
-        """Remove what these keys (hashes) asked and rated from the ledger, on the loop's thread."""
-        return self.requests.call(partial(self._erase, keys), PURGE_S)
-
-    def publish_ledger(self) -> None:
-        """Ingest what is spooled and write the readers' copy, on the loop's thread."""
-        self.requests.call(self._publish_ledger, PURGE_S)
 
     def tell(self, part: str, fault: str | None) -> None:
         """Raise the alarm of a part that runs beside the loop, or with None end it."""
@@ -237,43 +229,38 @@ class Controller:
             self.reader.forget(ended)
 
     def _sweep(self) -> None:
-        if self.ledger:
+        # A removal under way tells rows by their numbers, and counts those that are left.
+        if self.ledger and not self.files.is_removing():
             # Only up to the last complete ingest: the spool may still hold the answer.
             self.ledger.sweep(min(self.clock.now(), self.ingested_at) - AHEAD_S)
 
-    def _purge(self, policy: str) -> dict[str, int]:
-        paths = self.params.paths
-        return self._rewrite(lambda ledger: purge(ledger, paths.spool, paths.ledger_snapshot, policy))
-
-    def _erase(self, keys: Sequence[str]) -> dict[str, int]:
-        paths = self.params.paths
-        return self._rewrite(lambda ledger: erase(ledger, paths.spool, paths.ledger_snapshot, keys))
-
-    def _publish_ledger(self) -> None:
-        self._ingest()
-        self._snapshot()
-
     def _forget_old(self) -> None:
-        days, snapshot = self.params.controller.observations_days, self.params.paths.ledger_snapshot
-        if days and self.ledger:
-            before = self.clock.now() - days * DAY_S
-            self._rewrite(lambda ledger: forget(ledger, snapshot, before))
+        days = self.params.controller.observations_days
+        if days and self.ledger and (removal := of_old(self.ledger, self.clock.now() - days * DAY_S)):
+            self.files.start_removal("retention", removal)
 
-    def _rewrite(self, work: Callable[[Ledger], dict[str, int]]) -> dict[str, int]:
-        if self.ledger is None:
-            raise ServiceError("The ledger cannot be opened now. Check `graftwork status`, then try again.")
-        try:
-            removed = work(self.ledger)
-            self.rewritten()
-            return removed
-        except (duckdb.Error, OSError):
-            # The next turn reopens the ledger, whichever file is in its place.
-            with suppress(duckdb.Error, OSError):
-                self.ledger.close()
-            self.ledger = None
-            raise
+    def _on_ledger(self, work: Callable[[Ledger], T]) -> T:
+        """Do short work on the loop's thread, on a ledger with everything that is spooled."""
+
+        def on_loop() -> T:
+            self._ingest()
+            assert self.ledger is not None
+            try:
+                return work(self.ledger)
+            except (duckdb.Error, OSError):
+                # The next turn reopens the ledger, whichever file is in its place.
+                with suppress(duckdb.Error, OSError):
+                    self.ledger.close()
+                self.ledger = None
+                raise
+
+        return self.requests.call(on_loop, TURNS_S)
 
     def _snapshot(self) -> None:
+        if self.ledger:
+            self.files.refresh(self.ledger)
+
+    def _last_snapshot(self) -> None:
         if self.ledger:
             self.ledger.snapshot(self.params.paths.ledger_snapshot)
 

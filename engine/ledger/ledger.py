@@ -4,8 +4,8 @@ Events get from the spool into tables exactly once; readers open a snapshot, whi
 Tables and views are in `migrations/*.sql`. DuckDB allows one writing process: the controller.
 """
 
+import itertools
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Collection
@@ -15,17 +15,21 @@ from typing import Any
 import duckdb
 
 from engine.errors import ConfigError, Conflict, NotFound
-from engine.files import replacing, sync
+from engine.files import sync
+from engine.ledger.copies import LedgerCopy, LedgerFile
 from engine.ledger.spool import REJECTED, Spool, read_lines, ready_files
 
 __all__ = ["Ledger", "Spool", "open_snapshot"]
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 FILES_A_COMMIT = 64
-CLOSED = -1
+# Only the beginning of a copy checkpoints: another one would change the file under the copy.
+NO_CHECKPOINT = "SET checkpoint_threshold = '1000TB'"
 NAMED = re.compile(rb'"policy": ?"([^"]+)"')
 # Returns which of these policies were purged: their rows must not come back.
 Gone = Callable[[Collection[str]], set[str]]
+# Numbers the files that this process has opened as ledgers.
+OPENED = itertools.count()
 Events = dict[str, dict[str, dict[str, Any]]]  # table -> id -> event
 JSON_TYPES: dict[str, tuple[type, ...]] = {
     "VARCHAR": (str,),
@@ -45,26 +49,24 @@ class Ledger:
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
-        self._source = CLOSED
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        # How often its rows changed, and how often they had when the readers' copy was begun.
+        self._changes, self._copied = 1, 0
         self._open()
-        self._changed = True
 
     def _open(self) -> None:
         self.connection = _connect(self.path)
+        self.connection.execute(NO_CHECKPOINT)
         _migrate(self.connection, self.path)
-        # DuckDB's lock ends when this process closes any descriptor of the file. The one that
-        # snapshots are copied from stays open as long as the ledger.
-        self._source = os.open(self.path, os.O_RDONLY)
-        self.columns = _columns(self.connection)
+        self._file = LedgerFile(self.path)
+        self.columns = table_columns(self.connection)
+        # Rows keep their numbers until the file is opened again, maybe as another one.
+        self.number = next(OPENED)
 
     def close(self) -> None:
         """Close the file; a second time does nothing."""
         self.connection.close()
-        if self._source != CLOSED:
-            os.close(self._source)
-            # The descriptor's number may be reused from now on.
-            self._source = CLOSED
+        self._file.close()
 
     def become(self, path: Path) -> None:
         """Continue with another file of the same schema, renamed over this one."""
@@ -72,10 +74,11 @@ class Ledger:
         path.replace(self.path)
         sync(self.path.parent)
         self._open()
+        self.touch()
 
     def touch(self) -> None:
         """Make the next `snapshot` write a copy even if nothing has changed."""
-        self._changed = True
+        self._changes += 1
 
     def ingest(self, spool_root: Path, gone: Gone = lambda policies: set()) -> int:
         """Insert the events that are ready and return how many were new.
@@ -99,20 +102,42 @@ class Ledger:
         query = f'DELETE FROM feedback WHERE "at" < ? AND {unknown}'
         row = self.connection.execute(query, [before]).fetchone()
         removed = int(row[0]) if row else 0
-        self._changed = self._changed or removed > 0
+        self._changes += removed
         return removed
 
     def snapshot(self, destination: Path) -> bool:
         """Replace the readers' copy if anything changed since the last one; return whether it did."""
-        if not self._changed and destination.is_file():
+        copy = self.begin_copy(destination)
+        if copy is None:
             return False
-        self.connection.execute("CHECKPOINT")
-        with replacing(destination) as draft, draft.open("wb") as target:
-            size, offset = os.fstat(self._source).st_size, 0
-            while offset < size:
-                offset += os.sendfile(target.fileno(), self._source, offset, size - offset)
-        self._changed = False
+        copy.write()
         return True
+
+    def begin_copy(self, destination: Path) -> LedgerCopy | None:
+        """Return a copy of all that is in the ledger now, to be written on any thread; None if it is there.
+
+        Only one may be written at a time: the next one's beginning makes it fail.
+        """
+        if self.is_copied(destination):
+            return None
+        changes = self._changes
+        self.connection.execute("CHECKPOINT")
+        for leftover in destination.parent.glob(f"{destination.name}.*"):
+            # A kill left it, and it may hold rows that are to be gone.
+            leftover.unlink(missing_ok=True)
+
+        def written() -> None:
+            self._copied = changes
+
+        return LedgerCopy(self._file, destination, written)
+
+    def is_copied(self, destination: Path) -> bool:
+        """Return whether the readers' copy holds everything."""
+        return self._copied == self._changes and destination.is_file()
+
+    def size(self) -> int:
+        """Return the file's size in bytes."""
+        return self._file.size()
 
     def _ingest_files(self, files: list[Path], rejected: Path, gone: Gone) -> int:
         events: Events = {}
@@ -125,9 +150,8 @@ class Ledger:
                 else:
                     events.setdefault(event.pop("table"), {}).setdefault(event["id"], event)
         _drop_gone(events, bad, gone)
-        for path, lines in ((path, lines) for path, lines in bad.items() if lines):
-            rejected.mkdir(exist_ok=True)
-            (rejected / path.name).write_bytes(b"".join(lines))
+        for path, lines in bad.items():
+            _put_aside(path, rejected, lines)
         try:
             self._insert(events)
         except duckdb.ConstraintException:
@@ -136,7 +160,7 @@ class Ledger:
         for path in files:
             path.unlink(missing_ok=True)
         new = sum(map(len, events.values()))
-        self._changed = self._changed or new > 0
+        self._changes += new
         return new
 
     def _insert(self, events: Events) -> None:
@@ -188,6 +212,18 @@ def _drop_gone(events: Events, bad: dict[Path, list[bytes]], gone: Gone) -> None
         }
     for path, lines in bad.items():
         bad[path] = [line for line in lines if policy_of(line) not in lost]
+
+
+def _put_aside(path: Path, rejected: Path, lines: list[bytes]) -> None:
+    """Write the rejected lines of a spool file, whole at once: another thread may be removing some there."""
+    draft = path.with_name(f"{path.name}.{REJECTED}")
+    if lines:
+        rejected.mkdir(exist_ok=True)
+        draft.write_bytes(b"".join(lines))
+        draft.replace(rejected / path.name)
+    else:
+        # A kill may have left it before the policy of its lines was purged.
+        draft.unlink(missing_ok=True)
 
 
 def create(path: Path) -> None:
@@ -242,7 +278,8 @@ def _migrate(connection: duckdb.DuckDBPyConnection, path: Path) -> None:
         connection.commit()
 
 
-def _columns(connection: duckdb.DuckDBPyConnection) -> dict[str, dict[str, str]]:
+def table_columns(connection: duckdb.DuckDBPyConnection) -> dict[str, dict[str, str]]:
+    """Return the types of each table's columns."""
     query = """
         SELECT table_name, column_name, data_type FROM duckdb_columns()
         WHERE database_name = current_database() AND table_name IN (SELECT table_name FROM duckdb_tables())

@@ -1,113 +1,167 @@
 """Removal of rows from ledger, spool and snapshot, down to their bytes: a policy's, some keys', old ones.
 
-DuckDB marks deleted rows and keeps their bytes (it does not compact tables that have a key), so the file is
-rewritten from the remaining rows and renamed over the old one.
+DuckDB marks deleted rows and keeps their bytes (it does not compact tables that have a key), so the rows that
+stay are copied into a new file, which is renamed over the old one. Nothing is deleted in the old file: until
+the rename it is whole. Rows come from the readers' copy, on any thread and in a DuckDB of its own, whose
+faults are not the ledger's; only what is newer comes from the ledger, on the thread that owns it.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import duckdb
 
 from engine.files import sync, write_whole
-from engine.ledger.ledger import Ledger, create
+from engine.ledger.ledger import Ledger, create, table_columns
 from engine.ledger.spool import REJECTED, read_lines
 
 FRESH = ".fresh"
+Columns = Mapping[str, Mapping[str, str]]
+OF_OLD = 'SELECT id FROM observations WHERE "at" < ?'
+
+
+class Removal:
+    """The removal of rows from the ledger at `path`: `copy` once or more on any thread, then `switch`.
+
+    `where` returns each table's condition, whose every mark stands for `value`. A kill at any moment leaves
+    the old file or the new one, whole, and the removal can begin anew.
+    """
+
+    def __init__(self, path: Path, where: Callable[[Columns], Mapping[str, str]], value: Any):
+        self._path, self._where, self._value = path, where, value
+        self._fresh = path.with_name(f"{path.name}{FRESH}")
+        # Of each table: the newest row that was looked at.
+        self._until: dict[str, int] = {}
+
+    def copy(self, snapshot: Path) -> None:
+        """Copy the rows that stay, and were not copied before, from the readers' copy into the new file.
+
+        The snapshot must be of the file that is the ledger until the switch: rows are told by their numbers.
+        """
+        if not self._until:
+            self._remove_leftovers()
+            create(self._fresh)
+        # One thread: the others stay the loop's. Large sorts go to the disk beside the file.
+        spilled = str(self._spilled())
+        with closing(duckdb.connect(config={"threads": 1, "temp_directory": spilled})) as connection:
+            connection.execute(f"ATTACH '{_quoted(self._fresh)}' AS fresh")
+            connection.execute(f"ATTACH '{_quoted(snapshot)}' AS source (READ_ONLY)")
+            connection.execute("USE source")
+            self._copy_rows(connection)
+            connection.execute("CHECKPOINT fresh")
+        sync(self._fresh)
+
+    def switch(self, ledger: Ledger) -> dict[str, int]:
+        """Copy the rows that are newer, and continue with the new file; return how many went, by table.
+
+        On the thread that owns the ledger.
+        """
+        connection = ledger.connection
+        connection.execute(f"ATTACH '{_quoted(self._fresh)}' AS fresh")
+        self._copy_rows(connection)
+        removed = {
+            table: _count(connection, table) - _count(connection, f"fresh.{table}")
+            for table in self._where(ledger.columns)
+        }
+        connection.execute("CHECKPOINT fresh")
+        connection.execute("DETACH fresh")
+        # Empty the write-ahead log, which the new file would find beside it.
+        connection.execute("CHECKPOINT")
+        sync(self._fresh)
+        ledger.become(self._fresh)
+        return removed
+
+    def _copy_rows(self, connection: duckdb.DuckDBPyConnection) -> None:
+        """Copy the rows after those that were looked at, in their order."""
+        columns = table_columns(connection)
+        where = self._where(columns)
+        for table in columns:
+            goes, after = where.get(table, "false"), self._until.get(table, -1)
+            newest = connection.execute(f"SELECT coalesce(max(rowid), -1) FROM {table}").fetchall()[0][0]
+            query = f"SELECT * FROM {table} WHERE rowid > ? AND ({goes}) IS NOT TRUE ORDER BY rowid"
+            values = [after, *[self._value] * goes.count("?")]
+            connection.execute(f"INSERT INTO fresh.{table} BY NAME {query}", values)
+            self._until[table] = max(after, newest)
+
+    def _remove_leftovers(self) -> None:
+        """Remove what a kill left of an earlier removal."""
+        for leftover in (self._fresh, self._fresh.with_name(f"{self._fresh.name}.wal")):
+            leftover.unlink(missing_ok=True)
+        shutil.rmtree(self._spilled(), ignore_errors=True)
+
+    def _spilled(self) -> Path:
+        return self._fresh.with_name(f"{self._fresh.name}.tmp")
+
+
+def of_policy(ledger: Path, policy: str) -> Removal:
+    """Return the removal of a policy's events, and of the feedback on its observations."""
+
+    def where(columns: Columns) -> dict[str, str]:
+        tables = sorted(table for table, names in columns.items() if "policy" in names)
+        rated = "request_id IN (SELECT id FROM observations WHERE policy = ?)"
+        return {"feedback": rated} | dict.fromkeys(tables, "policy = ?")
+
+    return Removal(ledger, where, policy)
+
+
+def of_keys(ledger: Path, keys: Sequence[str]) -> Removal:
+    """Return the removal of what was asked and rated by these keys (hashes)."""
+    asked = "list_contains(?, key)"
+    rated = f"{asked} OR request_id IN (SELECT id FROM observations WHERE list_contains(?, key))"
+    return Removal(ledger, lambda _: {"feedback": rated, "observations": asked}, list(keys))
+
+
+def of_old(ledger: Ledger, before: float) -> Removal | None:
+    """Return the removal of observations from before a time (epoch seconds) and their feedback, if any."""
+    if ledger.connection.execute(f"{OF_OLD} LIMIT 1", [before]).fetchone() is None:
+        return None
+    where = {"feedback": f"request_id IN ({OF_OLD})", "observations": '"at" < ?'}
+    return Removal(ledger.path, lambda _: where, before)
 
 
 def purge(ledger: Ledger, spool: Path, snapshot: Path, policy: str) -> dict[str, int]:
     """Remove a policy's events from ledger, spool and snapshot; return how many of each, by table.
 
-    Events in the spool are ingested first and so removed too; files that writers hold open (`Spool` hands
-    them over within a quarter of a second) are found by a second call. Feedback is removed with the
-    observations that it rates.
+    For a ledger that nobody waits for. Events in the spool are ingested first and so removed too; files that
+    writers hold open (`Spool` hands them over within a quarter of a second) are found by a second call.
     """
     ledger.ingest(spool)
-    tables = sorted(table for table, columns in ledger.columns.items() if "policy" in columns)
-    rated = "request_id IN (SELECT id FROM observations WHERE policy = ?)"
-    where = {"feedback": rated} | dict.fromkeys(tables, "policy = ?")
-    removed = _delete(ledger, where, policy)
-    removed["rejected"] = _purge_rejected(spool / REJECTED, "policy", [policy])
-    _overwrite(ledger, snapshot)
-    return removed
+    rejected = purge_rejected(spool, "policy", [policy])
+    return remove(ledger, snapshot, of_policy(ledger.path, policy)) | {"rejected": rejected}
 
 
 def erase(ledger: Ledger, spool: Path, snapshot: Path, keys: Sequence[str]) -> dict[str, int]:
     """Remove what was asked and rated by these keys (hashes), as `purge` does."""
     ledger.ingest(spool)
-    asked = "list_contains(?, key)"
-    rated = f"{asked} OR request_id IN (SELECT id FROM observations WHERE list_contains(?, key))"
-    removed = _delete(ledger, {"feedback": rated, "observations": asked}, list(keys))
-    removed["rejected"] = _purge_rejected(spool / REJECTED, "key", keys)
-    _overwrite(ledger, snapshot)
-    return removed
+    rejected = purge_rejected(spool, "key", keys)
+    return remove(ledger, snapshot, of_keys(ledger.path, keys)) | {"rejected": rejected}
 
 
-def forget(ledger: Ledger, snapshot: Path, before: float) -> dict[str, int]:
-    """Remove observations from before a time (epoch seconds), and their feedback; return how many of each."""
-    old = 'SELECT id FROM observations WHERE "at" < ?'
-    if ledger.connection.execute(f"{old} LIMIT 1", [before]).fetchone() is None:
-        return {}
-    where = {"feedback": f"request_id IN ({old})", "observations": '"at" < ?'}
-    removed = _delete(ledger, where, before)
-    _overwrite(ledger, snapshot)
-    return removed
-
-
-def _overwrite(ledger: Ledger, snapshot: Path) -> None:
-    """Remove the bytes of deleted rows from ledger and snapshot."""
-    # Also when nothing was found: an earlier call may have been killed between the rows and their bytes.
-    rewrite(ledger)
-    for copy in snapshot.parent.glob(f"{snapshot.name}.*"):
-        # A copy that a kill left half written: none is being written now.
-        copy.unlink(missing_ok=True)
-    ledger.touch()
+def remove(ledger: Ledger, snapshot: Path, removal: Removal) -> dict[str, int]:
+    """Do a whole removal on the thread that owns the ledger; return how many rows went, by table."""
+    # Also when there is no such row: the file may hold bytes of rows that were deleted otherwise.
     ledger.snapshot(snapshot)
-
-
-def _delete(ledger: Ledger, where: Mapping[str, str], value: Any) -> dict[str, int]:
-    """Delete rows of each table by its condition, whose every mark stands for `value`, in one transaction."""
-    connection, removed = ledger.connection, {}
-    connection.begin()
-    try:
-        for table, condition in where.items():
-            values = [value] * condition.count("?")
-            row = connection.execute(f"DELETE FROM {table} WHERE {condition}", values).fetchone()
-            removed[table] = int(row[0]) if row else 0
-        connection.commit()
-    except duckdb.Error:
-        connection.rollback()
-        raise
+    removal.copy(snapshot)
+    removed = removal.switch(ledger)
+    ledger.snapshot(snapshot)
     return removed
 
 
-def rewrite(ledger: Ledger) -> None:
-    """Rewrite the ledger's file, rows in their order; a kill leaves the old file."""
-    fresh = ledger.path.with_name(f"{ledger.path.name}{FRESH}")
-    for leftover in (fresh, fresh.with_name(f"{fresh.name}.wal")):
-        leftover.unlink(missing_ok=True)
-    create(fresh)
-    ledger.connection.execute(f"ATTACH '{_quoted(fresh)}' AS fresh")
-    for table in ledger.columns:
-        ledger.connection.execute(f"INSERT INTO fresh.{table} BY NAME SELECT * FROM {table} ORDER BY rowid")
-    ledger.connection.execute("CHECKPOINT fresh")
-    ledger.connection.execute("DETACH fresh")
-    # Empty the write-ahead log, which the new file would find beside it.
-    ledger.connection.execute("CHECKPOINT")
-    sync(fresh)
-    ledger.become(fresh)
+def _count(connection: duckdb.DuckDBPyConnection, table: str) -> int:
+    return int(connection.execute(f"SELECT count(*) FROM {table}").fetchall()[0][0])
 
 
 def _quoted(path: Path) -> str:
     return str(path).replace("'", "''")
 
 
-def _purge_rejected(folder: Path, field: str, values: Sequence[str]) -> int:
-    """Remove lines with one of these values in a field from the rejected files; return how many."""
-    removed = 0
+def purge_rejected(spool: Path, field: str, values: Sequence[str]) -> int:
+    """Remove lines with one of these values in a field from a spool's rejected files; return how many."""
+    removed, folder = 0, spool / REJECTED
     for path in folder.glob("*") if folder.is_dir() else ():
         lines = list(read_lines(path))
         kept = [line for line in lines if not _is_of(line, field, values)]

@@ -15,7 +15,7 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from engine.errors import ConfigError, Conflict, NotFound
+from engine.errors import ConfigError, Conflict, NotFound, ServiceError
 from engine.ledger.ledger import MIGRATIONS, Ledger, Spool, open_snapshot
 from engine.ledger.spool import OLDEST_NEW_S, ready_files
 from tests.helpers.history import step_row
@@ -354,6 +354,58 @@ def test_a_snapshot_is_whole_at_every_moment_and_keeps_the_lock(
     # Copying must not give DuckDB's lock away.
     steal = f"import duckdb; duckdb.connect({str(ledger.path)!r})"
     assert subprocess.run([sys.executable, "-c", steal], capture_output=True, check=False).returncode != 0
+
+
+@pytest.mark.parametrize("end", ["close", "checkpoint"])
+def test_a_copy_of_a_file_that_changes_meanwhile_is_thrown_away(
+    tmp_path: Path, spool: Spool, ledger: Ledger, end: str
+) -> None:
+    copy = tmp_path / "copy.duckdb"
+    for number in range(2):
+        spool.emit("feedback", id=str(number), request_id="r", reward=1.0, key="k")
+        take_in(ledger, spool)
+        begun = ledger.begin_copy(copy)
+        assert begun is not None
+        if not number:
+            # What is ingested in the meantime comes with the next one.
+            spool.emit("feedback", id="meanwhile", request_id="r", reward=1.0, key="k")
+            take_in(ledger, spool)
+            begun.write()
+            assert not ledger.is_copied(copy)
+    # So many that the checkpoint does not make the file shorter.
+    for number in range(100):
+        spool.emit("scores", item=str(number), answer=os.urandom(10_000).hex())
+    take_in(ledger, spool)
+    if end == "close":
+        ledger.close()
+    else:
+        ledger.connection.execute("CHECKPOINT")
+    with pytest.raises(ServiceError, match="copied"):
+        begun.write()
+    assert [path.name for path in tmp_path.glob("copy.*")] == ["copy.duckdb"]
+    with open_snapshot(copy) as held:
+        assert held.execute("SELECT id FROM feedback").fetchall() == [("0",)]
+
+
+@pytest.mark.long
+def test_many_events_between_two_copies_do_not_change_the_file_under_one(
+    tmp_path: Path, spool: Spool, ledger: Ledger
+) -> None:
+    """DuckDB would checkpoint by itself after 16 MB."""
+    spool.emit("scores", item="first", answer="x")
+    take_in(ledger, spool)
+    begun = ledger.begin_copy(tmp_path / "copy.duckdb")
+    assert begun is not None
+    for number in range(24):
+        for part in range(8):
+            spool.emit("scores", item=f"{number} {part}", answer=os.urandom(60_000).hex())
+        take_in(ledger, spool)
+    begun.write()
+    with open_snapshot(tmp_path / "copy.duckdb") as held:
+        assert held.execute("SELECT item FROM scores").fetchall() == [("first",)]
+    assert ledger.snapshot(tmp_path / "copy.duckdb")
+    with open_snapshot(tmp_path / "copy.duckdb") as held:
+        assert held.execute("SELECT count(*) FROM scores").fetchall() == [(193,)]
 
 
 def observe(spool: Spool, id: str, digest: str | None, unit: str | None, **more: object) -> None:

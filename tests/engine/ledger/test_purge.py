@@ -1,14 +1,17 @@
 """A policy's rows leave the ledger, its file, its snapshot and the spool; every other row stays as it was."""
 
 import json
+import multiprocessing
 import os
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from engine.ledger import purge as purging
+from engine.ledger.copies import LedgerCopy
 from engine.ledger.ledger import Ledger, Spool, open_snapshot
-from engine.ledger.purge import FRESH, erase, forget, purge, rewrite
+from engine.ledger.purge import FRESH, Removal, erase, of_keys, of_old, of_policy, purge, remove
 
 # What must not be found in any file afterwards; long and random, so that no compression hides it.
 SECRET = os.urandom(2000).hex()
@@ -102,7 +105,7 @@ def test_a_kill_before_the_file_is_in_place_loses_nothing(state, monkeypatch):
     ledger = Ledger(state / "ledger.duckdb")
     ledger.ingest(state / "spool")
     monkeypatch.setattr(Ledger, "become", lambda *_: None)
-    rewrite(ledger)
+    remove(ledger, state / "ledger.snapshot.duckdb", of_policy(ledger.path, "gone"))
     count = ledger.connection.execute("SELECT count(*) FROM scores").fetchone()
     ledger.close()
     monkeypatch.undo()
@@ -142,8 +145,87 @@ def test_observations_are_forgotten_from_a_time_on(asked: Path) -> None:
     snapshot = asked / "ledger.snapshot.duckdb"
     with closing(Ledger(asked / "ledger.duckdb")) as ledger:
         ledger.ingest(asked / "spool")
-        assert forget(ledger, snapshot, 0.0) == {}
-        assert not snapshot.exists()
-        assert forget(ledger, snapshot, 4.0) == {"feedback": 8, "observations": 8}
+        assert of_old(ledger, 0.0) is None
+        removal = of_old(ledger, 4.0)
+        assert removal is not None
+        assert remove(ledger, snapshot, removal) == {"feedback": 8, "observations": 8}
     assert rows(asked, 'SELECT min("at"), count(*) FROM observations') == [(4.0, 12)]
     assert rows(asked, "SELECT count(*) FROM feedback") == [(12,)]
+
+
+def test_what_comes_between_two_steps_is_there_once_and_in_order(asked: Path) -> None:
+    """Rows of the readers' copy, of a later one, and those that only the ledger has, at the switch."""
+    snapshot, spool = asked / "ledger.snapshot.duckdb", Spool(asked / "spool", "later")
+    with closing(Ledger(asked / "ledger.duckdb")) as ledger:
+        removal = of_keys(ledger.path, ["theirs"])
+        for number in range(3):
+            ledger.ingest(asked / "spool")
+            if number < 2:
+                ledger.snapshot(snapshot)
+                removal.copy(snapshot)
+            for key in ("theirs", "ours"):
+                at = 100.0 + number
+                id = spool.emit("observations", policy="p", key=key, at=at, unit=f"{SECRET}{key}")
+                spool.emit("feedback", request_id=id, reward=1.0, key=key, at=at)
+            spool.rotate()
+        ledger.ingest(asked / "spool")
+        assert removal.switch(ledger)["observations"] == 13
+        ledger.snapshot(snapshot)
+    later = [100.0, 101.0, 102.0]
+    for table in ("observations", "feedback"):
+        found = rows(asked, f'SELECT "at", key FROM {table} ORDER BY rowid')
+        assert found == [(float(at), "ours") for at in (*range(10), *later)]
+    for file in asked.glob("ledger*"):
+        assert f"{SECRET}theirs".encode() not in file.read_bytes(), file
+
+
+def purge_until(state: Path, step: str) -> None:
+    """Purge in a process that ends, as by a kill, when it comes to a step."""
+
+    def dies(*_: object) -> None:
+        os._exit(9)
+
+    ledger = Ledger(state / "ledger.duckdb")
+    places = {
+        "new file": (purging, "create"),
+        "rows": (Removal, "_copy_rows"),
+        "newest rows": (Removal, "switch"),
+        "rename": (Ledger, "become"),
+        "reopen": (Ledger, "_open"),
+    }
+    if step == "readers":
+        switch = Removal.switch
+
+        def switches(removal: Removal, ledger: Ledger) -> dict[str, int]:
+            removed = switch(removal, ledger)
+            LedgerCopy.write = dies  # type: ignore[method-assign]
+            return removed
+
+        Removal.switch = switches  # type: ignore[method-assign]
+    else:
+        setattr(*places[step], dies)
+    purge(ledger, state / "spool", state / "ledger.snapshot.duckdb", "gone")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", ["new file", "rows", "newest rows", "rename", "reopen", "readers"])
+def test_a_kill_at_any_step_leaves_the_old_file_or_the_new_one(state: Path, step: str) -> None:
+    killed = multiprocessing.get_context("spawn").Process(target=purge_until, args=(state, step))
+    killed.start()
+    killed.join(60)
+    assert killed.exitcode == 9
+    spool = Spool(state / "spool", "later")
+    spool.emit("scores", policy="kept", digest="aa", item="later", score=1.0)
+    spool.close()
+    with closing(Ledger(state / "ledger.duckdb")) as ledger:
+        assert ledger.ingest(state / "spool") == 1
+        found = "SELECT policy, count(*), count(DISTINCT id) FROM scores GROUP BY ALL ORDER BY ALL"
+        is_new = step in ("reopen", "readers")
+        kept = [("kept", 51, 51)]
+        assert ledger.connection.execute(found).fetchall() == (kept if is_new else [("gone", 51, 51), *kept])
+    assert purged(state)["scores"] == (0 if is_new else 51)
+    assert rows(state, "SELECT count(*), count(DISTINCT id) FROM scores") == [(51, 51)]
+    assert rows(state, "SELECT count(*) FROM feedback") == [(50,)]
+    for file in files(state):
+        assert SECRET.encode() not in file.read_bytes(), file
+        assert FRESH not in file.name
