@@ -2,7 +2,7 @@
 
 import time
 
-from sqlalchemy import func, select, update
+from sqlalchemy import delete, func, select, update
 
 from engine.catalog import tables
 from engine.catalog.access import Access
@@ -38,6 +38,13 @@ class Notices:
         query = select(func.count()).select_from(tables.notices).where(tables.notices.c.sent_at.is_(None))
         with self._access.read() as connection:
             return int(connection.execute(query).scalar_one())
+
+    def forget(self, before: float) -> int:
+        """Remove notices from before a time (epoch seconds) that were delivered; return how many."""
+        table = tables.notices.c
+        old = delete(tables.notices).where(table.at < before, table.sent_at.is_not(None))
+        with self._access.write() as connection:
+            return connection.execute(old).rowcount
 
     def mark_sent(self, ids: list[str]) -> None:
         """Mark notices as delivered."""

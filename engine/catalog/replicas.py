@@ -55,6 +55,19 @@ class Replicas:
             if connection.execute(delete(tables.replicas).where(mine)).rowcount:
                 connection.execute(_loads_of(replica.id))
 
+    def forget(self, before: float) -> int:
+        """Remove engines that were last heard of before a time (epoch seconds); return how many.
+
+        One that lives after all joins again at its next beat.
+        """
+        table = tables.replicas.c
+        with self._access.write() as connection:
+            old = connection.execute(select(table.id).where(table.at < before)).scalars().all()
+            connection.execute(delete(tables.replicas).where(table.id.in_(old)))
+            loads = tables.replica_loads
+            connection.execute(delete(loads).where(loads.c.replica.in_(old)))
+        return len(old)
+
     def find(self, id: str) -> Replica | None:
         """Return an engine, alive or not; None when there is none with this id."""
         return self._access.one(Replica, select(tables.replicas).where(tables.replicas.c.id == id))

@@ -36,6 +36,8 @@ from engine.work_metrics import WorkMetrics
 EXPIRE_S = 10.0
 SWEEP_S = 3600.0
 DAY_S = 86_400.0
+# How long delivered notices and engines that are silent stay in the catalog.
+NOTICES_DAYS, REPLICAS_DAYS = 90, 2
 # Feedback may arrive before the observation of its answer, which is emitted when the answer ends.
 AHEAD_S = 3600.0
 # Other threads wait this long for the loop: a few turns, also slow ones.
@@ -134,6 +136,7 @@ class Controller:
             self._part("expire", lambda: self.catalog.lifecycle.expire(self.clock.now()), EXPIRE_S)
             self._part("sweep", self._sweep, SWEEP_S)
             self._part("retention", self._forget_old, DAY_S)
+            self._part("tidy", self._tidy, DAY_S)
             self._part("snapshot", self._snapshot, self.params.controller.snapshot_s)
         self.last_tick = time.monotonic()
 
@@ -233,6 +236,12 @@ class Controller:
         if self.ledger and not self.files.is_removing():
             # Only up to the last complete ingest: the spool may still hold the answer.
             self.ledger.sweep(min(self.clock.now(), self.ingested_at) - AHEAD_S)
+
+    def _tidy(self) -> None:
+        """Remove rows that nobody asks for any more."""
+        now = self.clock.now()
+        self.catalog.notices.forget(now - NOTICES_DAYS * DAY_S)
+        self.catalog.replicas.forget(now - REPLICAS_DAYS * DAY_S)
 
     def _forget_old(self) -> None:
         days = self.params.controller.observations_days

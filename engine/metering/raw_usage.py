@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -48,6 +49,7 @@ def export(root: Path, now: float | None = None, go_on: Callable[[], bool] = lam
                 moved += some
                 if not go_on():
                     return moved
+            _merge(root, connection, now, go_on)
             old = periods(now - KEPT_DAYS * 86400)[0]
             with writing(connection):
                 connection.execute("DELETE FROM spent WHERE period < ? AND length(period) = 10", (old,))
@@ -71,6 +73,47 @@ def _move(root: Path, connection: Any, now: float) -> int:
     return len(rows)
 
 
+def _merge(root: Path, connection: Any, now: float, go_on: Callable[[], bool]) -> None:
+    """Merge the files of each day that is over into one: there is a new one each minute.
+
+    Rows stay in their order. A crash leaves the small files, or files without a note, which go later.
+    """
+    today = periods(now - SETTLED_S)[0]
+    noted = connection.execute(
+        "SELECT file, first, last FROM exported WHERE file < ? ORDER BY first", (today,)
+    )
+    by_day: dict[str, list[tuple[str, int, int]]] = {}
+    for file, first, last in noted.fetchall():
+        # Someone may keep it elsewhere.
+        if (root / "raw" / file).is_file():
+            by_day.setdefault(file.partition("/")[0], []).append((file, first, last))
+    for day, files in by_day.items():
+        if len(files) == 1:
+            continue
+        if not go_on():
+            return
+        first, last = files[0][1], max(last for _, _, last in files)
+        # A row that was settled late may lie within the numbers of a file that was merged before.
+        name, sources = f"{day}/{first}-{last}-{uuid.uuid4().hex[:8]}.parquet", [file for file, _, _ in files]
+        merge_parquet(root / "raw" / name, [root / "raw" / file for file in sources])
+        with writing(connection):
+            connection.executemany("DELETE FROM exported WHERE file = ?", [(file,) for file in sources])
+            connection.execute("INSERT INTO exported VALUES (?, ?, ?)", (name, first, last))
+        for file in sources:
+            (root / "raw" / file).unlink()
+
+
+def merge_parquet(path: Path, sources: Sequence[Path]) -> None:
+    """Write the rows of Parquet files, in their order, to another one, whole and durable, or not at all."""
+    import duckdb
+
+    draft = path.with_suffix(".draft")
+    with closing(duckdb.connect(config={"threads": 1, "memory_limit": "512MB"})) as database:
+        names = [str(source) for source in sources]
+        database.execute("COPY (FROM read_parquet(?)) TO ? (FORMAT parquet)", [names, str(draft)])
+    _put_in_place(draft, path)
+
+
 def write_parquet(path: Path, rows: Sequence[Sequence[Any]]) -> None:
     """Write rows of `COLUMNS` to a Parquet file, whole and durable, or not at all."""
     import duckdb
@@ -84,6 +127,10 @@ def write_parquet(path: Path, rows: Sequence[Sequence[Any]]) -> None:
         read = f"read_json(?, format = 'newline_delimited', columns = {COLUMNS})"
         database.execute(f"COPY (FROM {read}) TO ? (FORMAT parquet)", [str(lines), str(draft)])
     lines.unlink()
+    _put_in_place(draft, path)
+
+
+def _put_in_place(draft: Path, path: Path) -> None:
     draft.chmod(0o600)
     with draft.open("rb") as file:
         os.fsync(file.fileno())

@@ -135,6 +135,8 @@ def environment(params: Params) -> dict[str, str]:
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        # Runs, and with them their logs, go 90 days after their end; by default they stay.
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
         # SQLite allows one writer: on a busy machine others wait longer than the default of 10 s.
         "PREFECT_SERVER_DATABASE_TIMEOUT": "60",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",

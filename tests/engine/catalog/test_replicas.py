@@ -1,9 +1,10 @@
 """Engines in the catalog: heartbeats, one id each, what they have loaded."""
 
+import time
 import uuid
 from dataclasses import replace
 
-from engine.catalog.catalog import Catalog, Replica
+from engine.catalog.catalog import Catalog, Notice, Replica
 
 PAIR, OTHER = ("sorting", "aa" * 32), ("sorting", "bb" * 32)
 
@@ -53,3 +54,23 @@ def test_many_loads_are_one_change(catalog: Catalog) -> None:
     loads = {("p", f"{number:064x}"): None for number in range(300)}
     assert catalog.replicas.beat(one, loads)
     assert catalog.replicas.loads("p", f"{7:064x}") == {"one": None}
+
+
+def test_an_engine_that_was_silent_for_long_is_forgotten_and_joins_again(catalog: Catalog) -> None:
+    one = replica("one")
+    catalog.replicas.join(one)
+    catalog.replicas.beat(one, {("sorting", "a" * 64): None})
+    assert catalog.replicas.forget(time.time() - 60) == 0
+    assert catalog.replicas.forget(time.time() + 1) == 1
+    assert catalog.replicas.all() == []
+    assert catalog.replicas.loads("sorting", "a" * 64) == {}
+    assert not catalog.replicas.beat(one, {})
+
+
+def test_delivered_notices_go_and_others_wait(catalog: Catalog) -> None:
+    for id in ("sent", "unsent"):
+        catalog.notices.add(Notice(id, "graftwork.release.held", "sums", None, "r", "", 100.0))
+    catalog.notices.mark_sent(["sent"])
+    assert catalog.notices.forget(100.0) == 0
+    assert catalog.notices.forget(101.0) == 1
+    assert [one.id for one in catalog.notices.page()] == ["unsent"]

@@ -320,6 +320,54 @@ def test_a_file_of_a_crashed_export_is_written_again(log: UsageLog, tmp_path: Pa
     assert duckdb.sql(f"SELECT id, prompt FROM read_parquet('{orphan}')").fetchall() == [("r1", 1)]
 
 
+def test_the_files_of_a_day_that_is_over_become_one(log: UsageLog, tmp_path: Path) -> None:
+    """A minute's files are merged, also with a row that was settled late; each row stays once."""
+    late = asked(0)
+    number = log.admit(late)
+    for minute in range(4):
+        for turn in range(3):
+            one = asked(10 * minute + turn + 1)
+            log.settle(log.admit(one), one, 200, (1, 1))
+        export(tmp_path, NOON + 61 + 60 * minute + (time.time() - NOON))
+    found = list((tmp_path / "raw" / periods(NOON)[0]).glob("*"))
+    assert len(found) == 1
+    log.settle(number, late, 200, (1, 1))
+    for _ in range(2):
+        # The newest row stays in the log.
+        log.settle(log.admit(asked(99, at=time.time())), asked(99), 200, (1, 1))
+        export(tmp_path, time.time() + 61)
+    found = list((tmp_path / "raw" / periods(NOON)[0]).glob("*"))
+    assert [path.suffix for path in found] == [".parquet"]
+    ids = duckdb.sql(f"SELECT id FROM read_parquet('{found[0]}')").fetchall()
+    assert sorted(ids) == sorted(
+        {(f"r{number}",) for number in (0, 1, 2, 3, 11, 12, 13, 21, 22, 23, 31, 32, 33)}
+    )
+
+
+def test_a_crash_while_files_are_merged_loses_no_row(
+    log: UsageLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for turn in range(3):
+        one = asked(turn)
+        log.settle(log.admit(one), one, 200, (1, 1))
+        export(tmp_path, time.time() + 61, go_on=lambda: False)
+
+    def crash(*_: object) -> None:
+        raise OSError("The power failed.")
+
+    folder = tmp_path / "raw" / periods(NOON)[0]
+    assert len(list(folder.glob("*.parquet"))) == 2
+    # After the merged file is there and noted, before the others are gone.
+    monkeypatch.setattr(Path, "unlink", crash)
+    with pytest.raises(OSError, match="power"):
+        export(tmp_path, time.time() + 61)
+    monkeypatch.undo()
+    assert len(list(folder.glob("*.parquet"))) == 3
+    export(tmp_path, time.time() + 61)
+    (file,) = folder.glob("*.parquet")
+    assert duckdb.sql(f"SELECT id FROM read_parquet('{file}')").fetchall() == [("r0",), ("r1",)]
+
+
 def test_a_month_of_a_hundred_million_rows_is_summed_up_in_seconds(tmp_path: Path) -> None:
     """By its roll-ups: 10^8 requests of 100 policies are 720 hours of them at the most."""
     UsageLog(tmp_path).close()
