@@ -57,7 +57,7 @@ def erase(
         catalog.audit.note("usage.erase", tenant, {"by": by, "removed": removed})
         done("usage", removed)
         done("kept", kept)
-        done("answers", _answers(params, catalog, tenant, [key.hash for key in keys], by))
+        done("answers", _answers(params, catalog, tenant, [name for key in keys for name in key.names], by))
     for place, counts in places.items():
         on_place(place, counts)
     return places

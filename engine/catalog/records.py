@@ -228,6 +228,14 @@ class Key:
         """Return whether the key may use the policy of this name, whether it exists or not."""
         return not self.policies or any(covers(pattern, policy) for pattern in self.policies)
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """Return what names this key in answers' ids and in the ledger: its id, formerly its hash.
+
+        The id stays when the key is rotated.
+        """
+        return self.id, self.hash
+
     def is_in_force(self, now: float) -> bool:
         """Return whether it is neither revoked nor expired at this time (epoch seconds)."""
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)

@@ -253,7 +253,8 @@ def _add_decisions(app: FastAPI, controller: Controller) -> None:
     def erase(body: EraseBody, key: Admin) -> dict[str, int]:
         """Remove what a tenant's keys asked and rated. `graftwork erase` also removes its policies."""
         by, catalog = key.named(body.by), controller.catalog
-        removed = controller.files.erase([one.hash for one in catalog.keys.all() if one.owner == body.tenant])
+        names = [name for one in catalog.keys.all() if one.owner == body.tenant for name in one.names]
+        removed = controller.files.erase(names)
         catalog.audit.note("tenant.erase", body.tenant, {"by": by, "removed": removed})
         return removed
 

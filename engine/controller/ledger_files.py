@@ -55,7 +55,7 @@ class LedgerFiles:
         return self._answer("purge", policy, partial(self._remove, removal, "policy", [policy]))
 
     def erase(self, keys: Sequence[str]) -> Removed:
-        """Remove what these keys (hashes) asked and rated, as `purge` does."""
+        """Remove what these keys (ids or hashes) asked and rated, as `purge` does."""
         removal = of_keys(self._paths.ledger, keys)
         return self._answer("erase", tuple(sorted(keys)), partial(self._remove, removal, "key", keys))
 

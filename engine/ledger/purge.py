@@ -109,7 +109,7 @@ def of_policy(ledger: Path, policy: str) -> Removal:
 
 
 def of_keys(ledger: Path, keys: Sequence[str]) -> Removal:
-    """Return the removal of what was asked and rated by these keys (hashes)."""
+    """Return the removal of what was asked and rated by these keys (ids or hashes)."""
     asked = "list_contains(?, key)"
     rated = f"{asked} OR request_id IN (SELECT id FROM observations WHERE list_contains(?, key))"
     return Removal(ledger, lambda _: {"feedback": rated, "observations": asked}, list(keys))
@@ -135,7 +135,7 @@ def purge(ledger: Ledger, spool: Path, snapshot: Path, policy: str) -> dict[str,
 
 
 def erase(ledger: Ledger, spool: Path, snapshot: Path, keys: Sequence[str]) -> dict[str, int]:
-    """Remove what was asked and rated by these keys (hashes), as `purge` does."""
+    """Remove what was asked and rated by these keys (ids or hashes), as `purge` does."""
     ledger.ingest(spool)
     rejected = purge_rejected(spool, "key", keys)
     return remove(ledger, snapshot, of_keys(ledger.path, keys)) | {"rejected": rejected}

@@ -43,12 +43,12 @@ def catalog(params: Params) -> Catalog:
     keep(params, catalog, "bobs-sums", range(10, 12), exported=True)
     for owner in ("acme", "acme", "bobs"):
         catalog.keys.create(owner, "user")
-    hashes = {key.owner: key.hash for key in catalog.keys.all()}
+    *_, acmes, bobs = catalog.keys.all()
     with closing(Spool(params.paths.spool, "test")) as spool:
-        for owner, hashed in hashes.items():
-            unit = SECRET if owner == "acme" else "fine"
-            id = spool.emit("observations", policy="bobs-sums", key=hashed, unit=unit)
-            spool.emit("feedback", request_id=id, key=hashed, reward=1.0)
+        # The version before named a key by its hash.
+        for name, unit in ((acmes.id, SECRET), (acmes.hash, SECRET), (bobs.id, "fine")):
+            id = spool.emit("observations", policy="bobs-sums", key=name, unit=unit)
+            spool.emit("feedback", request_id=id, key=name, reward=1.0)
     use(params, {key.owner: key.id for key in catalog.keys.all()})
     return catalog
 
@@ -87,7 +87,7 @@ def test_nothing_of_the_tenant_is_left_and_each_place_is_reported(
     assert places["policies"] == {"purged": 2}
     assert places["catalog"]["revisions"] == 3
     assert places["files"]["revision_directories"] == 3
-    assert (places["answers"]["observations"], places["answers"]["feedback"]) == (1, 1)
+    assert (places["answers"]["observations"], places["answers"]["feedback"]) == (2, 2)
     assert places["usage"] == {"requests": 2, "exported": 3}
     assert places["kept"] == {"hourly_sums": 1}
     assert {"name", "sessions", "segments", "store", "cache", "mlflow", "ledger"} <= set(places)

@@ -311,7 +311,7 @@ async def feedback(body: Feedback, request: Request) -> Any:
     if body.request_id in state.rated:
         return {"status": "accepted"}
     try:
-        state.spool.emit("feedback", request_id=body.request_id, reward=body.reward, key=key.hash)
+        state.spool.emit("feedback", request_id=body.request_id, reward=body.reward, key=key.id)
     except OSError as error:
         return _Refusal(ServiceError(f"The reward could not be stored: {error}. Send it again later."))
     state.rated.add(body.request_id)

@@ -98,7 +98,7 @@ class Exchange:
             "arm": self.target.arm,
             "unit": self.unit,
             "segment": self.segment,
-            "key": self.key.hash,
+            "key": self.key.id,
             "status": CLIENT_LEFT if self.is_unanswered else self.status,
             "latency_s": time.perf_counter() - self.started,
             "ttft_s": self.ttft_s,

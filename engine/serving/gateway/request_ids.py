@@ -27,14 +27,19 @@ def new_seed(given: bytes | None) -> str:
 
 def id_for(key: Key, seed: str, hashed: Hash) -> str:
     """Return the id of a request by this key."""
+    return _id_for(key.id, seed, hashed)
+
+
+def _id_for(name: str, seed: str, hashed: Hash) -> str:
     begin = seed[:SEED_DIGITS]
-    return begin + hashed("request", key.hash, begin)[: DIGITS - SEED_DIGITS]
+    return begin + hashed("request", name, begin)[: DIGITS - SEED_DIGITS]
 
 
 def is_given_to(key: Key, request_id: str, hashed: Hash) -> bool:
     """Return whether the id of an answer, which may have an API's prefix, was given to this key."""
     digits = request_id[-DIGITS:]
-    return len(digits) == DIGITS and compare_digest(digits.encode(), id_for(key, digits, hashed).encode())
+    expected = (_id_for(name, digits, hashed) for name in key.names)
+    return len(digits) == DIGITS and any(compare_digest(digits.encode(), one.encode()) for one in expected)
 
 
 class RecentIds:

@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY
 
 from engine.catalog.catalog import Policy, Tenant
 from engine.errors import ServiceError
+from engine.serving.gateway.request_ids import is_given_to
 from engine.settings.services import GatewayConfig
 from tests.helpers.access_matrix import ASKING, OF_TOKENS, ROLE_SETS, SENTENCE, Names, body_of, gateway_faults
 from tests.helpers.gateways import CHAMPION, OTHER, World, open_world
@@ -379,6 +380,32 @@ async def test_a_release_that_runs_keeps_its_unit_hashes(world: World):
         await client.post("/v1/completions", json=body)
     before, after = (row["unit"] for _, row in world.events.rows)
     assert before == hashlib.sha256(b"acme-sums\0u-1").hexdigest()[:24] != after
+
+
+async def test_a_rotated_key_is_one_key(world: World):
+    """It rates what its old plaintext was answered, and counts once where no single key may decide."""
+    old = world.key()
+    async with world.client(old) as client:
+        given = (await client.post(**completion())).json()["id"]
+    new = world.catalog.keys.rotate(old, overlap_s=300)
+    async with world.client(new) as client:
+        rated = await client.post("/v1/feedback", json={"request_id": given, "reward": 1.0})
+        assert rated.status_code == 202
+        await client.post(**completion())
+    async with world.client(world.key()) as another:
+        foreign = await another.post("/v1/feedback", json={"request_id": given, "reward": 0.0})
+        assert foreign.status_code == 404
+    names = {fields["key"] for _, fields in world.events.rows if "key" in fields}
+    assert names == {world.catalog.keys.find(new).id}
+
+
+async def test_an_answer_of_the_version_before_can_be_rated(world: World):
+    """Its id was made of the key's hash."""
+    key = world.catalog.keys.find(world.key())
+    begin = "0" * 20
+    before = begin + world.state.router.hash_once("request", key.hash, begin)[:12]
+    assert is_given_to(key, before, world.state.router.hash_once)
+    assert not is_given_to(replace(key, hash="other", id="other"), before, world.state.router.hash_once)
 
 
 async def test_a_key_expires_and_is_rotated_with_an_overlap(world: World, monkeypatch):
