@@ -74,7 +74,7 @@ ANSWERS = Counter(
 # The headers that the gateway reads.
 READ = {b"authorization", b"x-api-key", b"x-graftwork-purpose", b"x-graftwork-segment", b"x-session-id"}
 POLICY_VIOLATION = 1008
-NOT_FOUND, SERVER_ERROR = 404, 500
+NOT_FOUND, TOO_MANY, SERVER_ERROR = 404, 429, 500
 # Most completions of one request by a key that scores or trains.
 MOST_SAMPLES = 1 << 14
 # The `model` of a request that the base answers, for its answer to carry.
@@ -158,6 +158,7 @@ class Gateway:
         if endpoint is not None and method == "OPTIONS":
             allowed = ", ".join(sorted({*endpoint.methods, "OPTIONS"}))
             return await answer(send, 204, headers=[(b"allow", allowed.encode())])
+        found = None
         try:
             state = getattr(scope["app"].state, "graftwork", None)
             if state is None:
@@ -171,6 +172,7 @@ class Gateway:
                 scope["state"]["graftwork_reason"] = "invalid_api_key"
                 return await send_no_key(send, path)
             key, tenant = found
+            state.meter.refuse_spent(key, tenant)
             endpoint = served(path, method)
             require(endpoint.path, endpoint.roles, key)
             request_id = id_for(key, scope["state"]["graftwork_request"], state.router.hash_once)
@@ -180,6 +182,8 @@ class Gateway:
             await self._dispatch(asked)
         except GraftworkError as error:
             scope["state"]["graftwork_reason"] = reason_of(error)
+            if state is not None and found is not None and error.status < TOO_MANY:
+                state.meter.refused(*found)
             await send_error(send, error, path)
 
     async def _dispatch(self, asked: Inbound) -> None:

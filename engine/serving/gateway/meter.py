@@ -163,6 +163,25 @@ class Meter:
         finally:
             self._leave(subjects, buckets, 0)
 
+    def refuse_spent(self, key: Key, tenant: Tenant) -> None:
+        """Raise `LimitReached` where no request of this minute is left, before anything is read of it."""
+        for bucket in self._requests_of(key, tenant):
+            if bucket.left < 1:
+                limit = f"{bucket.capacity:g} requests a minute"
+                raise self._over(tenant, "requests_per_minute", limit, "", bucket.wait_s(1))
+
+    def refused(self, key: Key, tenant: Tenant) -> None:
+        """Count a request that was refused for what it asks: it costs the gateway as much as many others."""
+        for bucket in self._requests_of(key, tenant):
+            bucket.left = max(bucket.left - 1, -bucket.capacity)
+
+    def _requests_of(self, key: Key, tenant: Tenant) -> list[TokenBucket]:
+        now, name = time.monotonic(), "requests_per_minute"
+        limits = ((f"key:{key.id}", key.limits), (f"tenant:{tenant.name}", tenant.limits))
+        return [
+            self._bucket(subject, "requests", given[name], now) for subject, given in limits if name in given
+        ]
+
     async def open(self, key: Key, tenant: Tenant, asked: Metered) -> Bill:
         """Admit a request within all limits of its key and tenant, and reserve its tokens.
 

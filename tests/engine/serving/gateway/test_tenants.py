@@ -382,6 +382,24 @@ async def test_a_release_that_runs_keeps_its_unit_hashes(world: World):
     assert before == hashlib.sha256(b"acme-sums\0u-1").hexdigest()[:24] != after
 
 
+async def test_refused_requests_are_requests_of_the_minute(world: World):
+    """Unknown policies, bad bodies: each costs the gateway work, so that a limit holds for them."""
+    key = world.key(limits={"requests_per_minute": 5})
+    async with world.client(key) as client:
+        refused = [(await client.post(**completion(model))).status_code for model in ["acme-nobody"] * 4]
+        assert refused == [404] * 4
+        assert (await client.post("/v1/completions", json={"no": "model"})).status_code == 400
+        limited = await client.post(**completion("acme-sums"))
+        assert limited.status_code == 429
+        assert float(limited.headers["retry-after"]) >= 1
+        # Being refused for the limit costs nothing more.
+        for _ in range(20):
+            assert (await client.get("/v1/models")).status_code == 429
+    async with world.client(world.key()) as unlimited:
+        assert (await unlimited.post(**completion("acme-nobody"))).status_code == 404
+        assert (await unlimited.post(**completion())).status_code == 200
+
+
 async def test_a_rotated_key_is_one_key(world: World):
     """It rates what its old plaintext was answered, and counts once where no single key may decide."""
     old = world.key()
