@@ -1,10 +1,11 @@
 """Limits of a connection before its request reaches an app: uvicorn has none of its own.
 
 uvicorn 0.54 buffers headers and trailers of any size, and waits for ever for a first request, the rest of its
-headers, or the rest of a body whose request is answered already.
+headers, the rest of a body whose request is answered already, or a client that reads no answer.
 """
 
 import asyncio
+import math
 from typing import Any
 
 import uvicorn.config
@@ -15,6 +16,8 @@ MOST_HEADERS = 64 << 10
 HEADERS_S = 20.0
 # How long who still sends a body has to read its answer.
 LINGER_S = 5.0
+# How long a client may take nothing of an answer that waits for it.
+STALLED_S = 60.0
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
@@ -32,6 +35,7 @@ class LimitedProtocol(HttpToolsProtocol):
         # Bytes of headers or trailers, but for the piece in which the request began or its body went on.
         self._beside_body = 0
         self._deadline: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
         # The request that is answered and has not been sent whole.
         self._unsent: Any = None
 
@@ -43,7 +47,31 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop to wait."""
         self._disarm()
+        self._end_stall()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Begin to wait for a client that does not read its answer; what is computed for it has a place."""
+        super().pause_writing()
+        self._await_reading(math.inf)
+
+    def resume_writing(self) -> None:
+        """Stop to wait: it reads."""
+        self._end_stall()
+        super().resume_writing()
+
+    def _await_reading(self, unread: float) -> None:
+        """Look later whether the client has taken some of the `unread` bytes; nothing is added meanwhile."""
+        left = self.transport.get_write_buffer_size()
+        if left < unread:
+            self._stall = self.loop.call_later(STALLED_S, self._await_reading, left)
+        else:
+            self.transport.abort()
+
+    def _end_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser, and refuse headers that go on and on."""

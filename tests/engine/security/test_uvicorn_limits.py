@@ -26,10 +26,14 @@ async def app(scope, receive, send):
 class Running:
     """A server with our limits."""
 
+    app = staticmethod(app)
+
     async def __aenter__(self) -> int:
         uvicorn_limits.limit_connections()
         port = free_port()
-        config = uvicorn.Config(app, port=port, lifespan="off", log_level="critical", timeout_keep_alive=30)
+        config = uvicorn.Config(
+            self.app, port=port, lifespan="off", log_level="critical", timeout_keep_alive=30
+        )
         self.server = uvicorn.Server(config)
         self.task = asyncio.create_task(self.server.serve())
         while not self.server.started:
@@ -175,6 +179,44 @@ def test_who_is_answered_early_and_then_sends_the_rest_keeps_the_connection(
             writer.close()
 
     uvloop.run(run())
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_who_does_not_read_an_answer_is_left(monkeypatch: pytest.MonkeyPatch, reads: bool):
+    monkeypatch.setattr(uvicorn_limits, "STALLED_S", 1.0)
+    sent, ended = 0, []
+
+    async def endless(scope, receive, send):
+        nonlocal sent
+        await receive()
+        gone = asyncio.create_task(receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not gone.done() and sent < 64:
+            await send({"type": "http.response.body", "body": b"x" * (1 << 20), "more_body": True})
+            sent += 1
+            await asyncio.sleep(0)
+        ended.append((await gone)["type"])
+
+    async def run() -> None:
+        monkeypatch.setattr(Running, "app", staticmethod(endless))
+        async with Running() as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(REQUEST + b"\r\n")
+            if reads:
+                # Slowly, but it reads: it takes longer than a client that stalls may.
+                for _ in range(64):
+                    await asyncio.wait_for(reader.readexactly(1 << 20), 25)
+                    await asyncio.sleep(0.05)
+                writer.close()
+            async with asyncio.timeout(25):
+                while not ended:
+                    await asyncio.sleep(0.01)
+            writer.close()
+
+    uvloop.run(run())
+    assert ended == ["http.disconnect"]
+    # The kernel buffers some megabytes of what nobody reads.
+    assert (sent == 64) is reads
 
 
 async def test_cookies_reach_no_app():
