@@ -34,17 +34,20 @@ class SteadyClock:
     def __call__(self) -> float:
         """Return the time (epoch seconds)."""
         wall, now = self._wall(), self._monotonic()
-        self._look(wall, now)
-        return wall if self._ahead is None else now + self._offset
+        is_ahead = self._look(wall, now)
+        return now + self._offset if is_ahead else wall
 
-    def _look(self, wall: float, now: float) -> None:
-        offset = wall - now
+    def _look(self, wall: float, now: float) -> bool:
+        """Compare the clocks; return whether the wall clock is ahead. Any thread may do so."""
+        offset, ahead = wall - now, self._ahead
         if offset - self._offset <= JUMP_S:
-            self._ahead = None
-        elif self._ahead is None or abs(offset - self._ahead[1]) > JUMP_S:
-            self._ahead = now, offset
-        if self._ahead is None or now - self._ahead[0] >= HELD_S:
-            self._offset, self._ahead = offset, None
+            ahead = None
+        elif ahead is None or abs(offset - ahead[1]) > JUMP_S:
+            ahead = now, offset
+        if ahead is None or now - ahead[0] >= HELD_S:
+            self._offset, ahead = offset, None
+        self._ahead = ahead
+        return ahead is not None
 
 
 class TrustedClock(SteadyClock):

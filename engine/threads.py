@@ -81,6 +81,8 @@ class Work:
     def __init__(self, name: str):
         self.name = name
         self.errors = 0
+        # How many turns in a row have failed.
+        self.failed = 0
         self.error: Exception | None = None
         self._done_at, self._said = time.monotonic(), ""
         WORKS[name] = self
@@ -98,13 +100,14 @@ class Work:
             # Whatever it calls may fail in any way, and the next turn tries again.
             self.error = error
             self.errors += 1
+            self.failed += 1
             if (said := f"{type(error).__name__}: {error}") != self._said:
                 log.error("%s failed and is tried again. %s", self.name, said, exc_info=True)
             self._said = said
         else:
             if self._said:
                 log.warning("%s works again.", self.name)
-            self.error, self._done_at, self._said = None, time.monotonic(), ""
+            self.error, self.failed, self._done_at, self._said = None, 0, time.monotonic(), ""
 
     def end(self) -> None:
         """Take the work out of the metrics."""

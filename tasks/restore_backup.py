@@ -162,7 +162,7 @@ def _tell_undone(
     else:
         try:
             undone = _undone(place, manifest, url)
-        except GraftworkError as error:
+        except (GraftworkError, OSError) as error:
             tell(f"Which ones these are is not known: {error}")
             return
     for line in undone.sentences():

@@ -236,15 +236,17 @@ class Keys:
     def suspend(self, name: str, reason: str) -> Tenant:
         """Refuse all requests of a tenant from now on, until `resume`; return it.
 
-        Raises `NotFound` for a name without keys, and `ConfigError` for the installation's own.
+        Raises `NotFound` for a name without keys, and `ConfigError` for the installation's own, or without a
+        reason.
         """
         if name == LOCAL:
             raise ConfigError(f"The tenant {LOCAL!r} is the installation itself: it cannot be suspended.")
         if all(key.owner != name for key in self.all()):
             raise NotFound(f"No key belongs to a tenant {name!r}. `graftwork key ls` lists them.")
-        return self._change_tenant(
-            "tenant.suspend", name, suspended_at=time.time(), suspended_for=f"{reason.rstrip('.')}."
-        )
+        if not (said := reason.strip()):
+            raise ConfigError("A suspension needs a reason, which the tenant reads.")
+        said += "." if said[-1].isalnum() else ""
+        return self._change_tenant("tenant.suspend", name, suspended_at=time.time(), suspended_for=said)
 
     def resume(self, name: str) -> Tenant:
         """Take a tenant's requests again; return it. Raises `NotFound` when it is not suspended."""

@@ -2,6 +2,9 @@
 
 import threading
 
+# How long a gateway's threads wait.
+ANSWER_S = 2.0
+
 
 class Waits(threading.local):
     """The most seconds that a thread waits for one answer of a Postgres server; None: the default."""

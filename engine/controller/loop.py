@@ -97,8 +97,8 @@ class Controller:
         self.due: dict[str, float] = {}
         self.clock = TrustedClock(params.paths.clock)
         self._caught_up = False
-        # Epoch seconds of the newest ingest that took everything.
-        self.ingested_at = 0.0
+        # Epoch seconds of the start, and of the newest ingest that took everything.
+        self.started_at, self.ingested_at = time.time(), 0.0
         # Releases that were there before the last whole ingest began.
         self._ready: set[str] = set()
 

@@ -13,12 +13,15 @@ from engine.controller.loop import Controller
 from engine.errors import GraftworkError
 from engine.state_metrics import StateMetrics
 
+LOOK_S = 60.0
+
 
 class StatusMetrics(Collector):
     """The ledger's size and ages, alarms, notifications that wait, and the age of the last backup."""
 
     def __init__(self, controller: Controller):
         self._controller = controller
+        self._backup_at, self._looked_at = 0.0, -LOOK_S
         StateMetrics(controller.metrics.registry, controller.params.paths)
         controller.metrics.registry.register(self)
 
@@ -26,8 +29,8 @@ class StatusMetrics(Collector):
         """Yield the metrics; what cannot be read now is left out."""
         controller, paths, now = self._controller, self._controller.params.paths, time.time()
         yield _gauge("alarms", "Alarms.", len(alarms(controller)))
-        if controller.ingested_at:
-            yield _gauge("ingest_age_seconds", "Since all events were taken.", now - controller.ingested_at)
+        taken = controller.ingested_at or controller.started_at
+        yield _gauge("ingest_age_seconds", "Since all events were taken.", now - taken)
         with suppress(OSError):
             yield _gauge("ledger_bytes", "Bytes of the ledger.", paths.ledger.stat().st_size)
         with suppress(OSError):
@@ -36,8 +39,15 @@ class StatusMetrics(Collector):
         with suppress(GraftworkError):
             waiting = controller.catalog.notices.count_unsent()
             yield _gauge("notifications_unsent", "Notifications that wait.", waiting)
-            if (entry := controller.catalog.audit.newest_of(BACKED_UP)) is not None:
-                yield _gauge("backup_age_seconds", "Since the last backup.", now - entry.at)
+            yield _gauge("backup_age_seconds", "Since the last backup, or the start.", now - self._backup())
+
+    def _backup(self) -> float:
+        """Return when the installation was last backed up, else when it began; looked up once a minute."""
+        if time.monotonic() - self._looked_at > LOOK_S:
+            audit = self._controller.catalog.audit
+            entry = audit.newest_of(BACKED_UP) or next(iter(audit.page(limit=1)), None)
+            self._backup_at, self._looked_at = entry.at if entry else time.time(), time.monotonic()
+        return self._backup_at
 
 
 def _gauge(name: str, what: str, value: float) -> GaugeMetricFamily:

@@ -18,6 +18,8 @@ from engine.metering.usage_rows import KEPT_DAYS, connect, periods, writing
 # its end.
 SETTLED_S = 60.0
 ROWS = 5_000
+# So many files are merged at a time, and none that is large already: between two times the log is synced.
+MERGED_FILES, MERGED_BYTES = 60, 64 << 20
 # Columns of the table `requests`, with their types in Parquet.
 COLUMNS = {
     "seq": "BIGINT", "id": "VARCHAR", "gateway": "VARCHAR", "at": "DOUBLE", "tenant": "VARCHAR",
@@ -49,11 +51,11 @@ def export(root: Path, now: float | None = None, go_on: Callable[[], bool] = lam
                 moved += some
                 if not go_on():
                     return moved
-            _merge(root, connection, now, go_on)
             old = periods(now - KEPT_DAYS * 86400)[0]
             with writing(connection):
                 connection.execute("DELETE FROM spent WHERE period < ? AND length(period) = 10", (old,))
                 connection.execute("DELETE FROM spent WHERE period < ? AND length(period) = 7", (old[:7],))
+            _merge(root, connection, now, go_on)
         return moved
     return 0
 
@@ -74,7 +76,7 @@ def _move(root: Path, connection: Any, now: float) -> int:
 
 
 def _merge(root: Path, connection: Any, now: float, go_on: Callable[[], bool]) -> None:
-    """Merge the files of each day that is over into one: there is a new one each minute.
+    """Merge the files of each day that is over into few: there is a new one each minute.
 
     Rows stay in their order. A crash leaves the small files, or files without a note, which go later.
     """
@@ -84,33 +86,42 @@ def _merge(root: Path, connection: Any, now: float, go_on: Callable[[], bool]) -
     )
     by_day: dict[str, list[tuple[str, int, int]]] = {}
     for file, first, last in noted.fetchall():
+        path = root / "raw" / file
         # Someone may keep it elsewhere.
-        if (root / "raw" / file).is_file():
+        if path.is_file() and path.stat().st_size < MERGED_BYTES:
             by_day.setdefault(file.partition("/")[0], []).append((file, first, last))
     for day, files in by_day.items():
-        if len(files) == 1:
-            continue
-        if not go_on():
-            return
-        first, last = files[0][1], max(last for _, _, last in files)
-        # A row that was settled late may lie within the numbers of a file that was merged before.
-        name, sources = f"{day}/{first}-{last}-{uuid.uuid4().hex[:8]}.parquet", [file for file, _, _ in files]
-        merge_parquet(root / "raw" / name, [root / "raw" / file for file in sources])
-        with writing(connection):
-            connection.executemany("DELETE FROM exported WHERE file = ?", [(file,) for file in sources])
-            connection.execute("INSERT INTO exported VALUES (?, ?, ?)", (name, first, last))
-        for file in sources:
-            (root / "raw" / file).unlink()
+        for some in (files[at : at + MERGED_FILES] for at in range(0, len(files), MERGED_FILES)):
+            if len(some) > 1:
+                if not go_on():
+                    return
+                _merge_some(root, connection, day, some)
 
 
-def merge_parquet(path: Path, sources: Sequence[Path]) -> None:
-    """Write the rows of Parquet files, in their order, to another one, whole and durable, or not at all."""
+def _merge_some(root: Path, connection: Any, day: str, files: Sequence[tuple[str, int, int]]) -> None:
+    """Merge some files of a day into one."""
+    first, last = files[0][1], max(last for _, _, last in files)
+    # A row that was settled late may lie within the numbers of a file that was merged before.
+    name, sources = f"{day}/{first}-{last}-{uuid.uuid4().hex[:8]}.parquet", [file for file, _, _ in files]
+    copy_parquet(root / "raw" / name, [root / "raw" / file for file in sources])
+    with writing(connection):
+        connection.executemany("DELETE FROM exported WHERE file = ?", [(file,) for file in sources])
+        connection.execute("INSERT INTO exported VALUES (?, ?, ?)", (name, first, last))
+    for file in sources:
+        (root / "raw" / file).unlink()
+
+
+def copy_parquet(
+    path: Path, sources: Sequence[Path], where: str = "true", values: Sequence[Any] = ()
+) -> None:
+    """Write rows of Parquet files, in their order, to another one or over one of them; whole or not."""
     import duckdb
 
     draft = path.with_suffix(".draft")
     with closing(duckdb.connect(config={"threads": 1, "memory_limit": "512MB"})) as database:
         names = [str(source) for source in sources]
-        database.execute("COPY (FROM read_parquet(?)) TO ? (FORMAT parquet)", [names, str(draft)])
+        copy = f"COPY (FROM read_parquet(?) WHERE {where}) TO ? (FORMAT parquet)"
+        database.execute(copy, [names, *values, str(draft)])
     _put_in_place(draft, path)
 
 

@@ -9,6 +9,7 @@ Each gateway holds a lock on a file of its own. Once a gateway is dead, its open
 at what they had reserved.
 """
 
+import logging
 import os
 import sqlite3
 import threading
@@ -43,7 +44,7 @@ CHECK_S = 5.0
 EXPORT_S = 60.0
 # How often what other machines need goes to the shared catalog; for one answer there, and for another
 # process of this machine at the end.
-SHARE_S, ANSWER_S, TURN_S = 5.0, 2.0, 3.0
+SHARE_S, ANSWER_S, TURN_S, LOCK_S = 5.0, 2.0, 3.0, 20.0
 ADMIT = """
     INSERT INTO requests (id, gateway, at, tenant, key, policy, revision, purpose, reserved, state)
     VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'admitted')
@@ -56,6 +57,8 @@ SPARE = """
     SELECT subject, period, drawn.tokens - coalesce(used + reserved, 0) AS spare
     FROM drawn LEFT JOIN spent USING (subject, period) WHERE spare > 0
 """
+
+log = logging.getLogger("graftwork.usage")
 
 # Number, request, status and used tokens of a request that has ended; a request that asks, and its budgets.
 Ended = tuple[int, Metered, int, tuple[int, int] | None]
@@ -170,20 +173,25 @@ class UsageLog:
 
     def _share(self, wait_s: float = 0.0) -> None:
         limit_waits(ANSWER_S)
+        if not self._copies.copy(wait_s) and wait_s:
+            log.warning("Another process of this machine copies the usage; its next turn has this one's.")
+        # It waits for the writers' lock, which may take long; at the end there is no time.
+        limit_waits(ANSWER_S if wait_s else LOCK_S)
         self.give_back()
-        self._copies.copy(wait_s)
 
     def give_back(self) -> None:
         """Give back what this machine has drawn and does not need."""
         assert self.shared is not None
         with closing(connect(self.path)) as connection:
-            # Away from here before it is there: a crash between loses tokens and never spends them twice.
-            with writing(connection):
-                spare = connection.execute(SPARE).fetchall()
-                away = [(subject, period, -tokens) for subject, period, tokens in spare]
-                connection.executemany(DRAW, away)
-        for subject, period, tokens in spare:
-            self.shared.give_back(subject, period, tokens)
+            for subject, period, _ in connection.execute(SPARE).fetchall():
+                # Away from here before it is there: a crash between loses tokens and never spends them twice.
+                with writing(connection):
+                    query = f"SELECT spare FROM ({SPARE}) WHERE subject = ? AND period = ?"
+                    row = connection.execute(query, (subject, period)).fetchone()
+                    tokens = row[0] if row else 0
+                    connection.execute(DRAW, (subject, period, -tokens))
+                if tokens:
+                    self.shared.give_back(subject, period, tokens)
 
     def _refusal(
         self, connection: sqlite3.Connection, asked: Metered, budget: Budget

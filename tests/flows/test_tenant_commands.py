@@ -46,6 +46,7 @@ def test_a_tenant_is_suspended_and_resumed(catalog: Catalog, run: Run) -> None:
     [
         (("suspend", "nobody", "--reason", "r"), "nobody"),
         (("suspend", "local", "--reason", "r"), "installation"),
+        (("suspend", "acme", "--reason", " "), "reason"),
         (("resume", "acme"), "not suspended"),
     ],
 )

@@ -6,6 +6,7 @@ read by threads. A server that says nothing then delays those requests alone tha
 """
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +14,11 @@ from typing import Any, TypeVar
 
 from engine.catalog.catalog import Catalog
 from engine.catalog.changes import POLL_S
-from engine.catalog.waits import limit_waits
+from engine.catalog.waits import ANSWER_S, limit_waits
 from engine.errors import ServiceError
 
-# How long a thread waits for one answer of a server, and a request for the look that is due.
-ANSWER_S, LOOK_S = 2.0, 0.5
+# How long a request waits for the look that is due.
+LOOK_S = 0.5
 # Threads that read rows; together with the one that looks fewer than the catalog has connections.
 THREADS = 8
 T = TypeVar("T")
@@ -110,7 +111,9 @@ class CatalogWatch:
 
     async def in_thread(self, call: Callable[..., T], *args: Any) -> T:
         """Return what a call returns that waits for the catalog."""
-        return await asyncio.get_running_loop().run_in_executor(self._reads, call, *args)
+        # Its log lines have the request's id.
+        context = contextvars.copy_context()
+        return await asyncio.get_running_loop().run_in_executor(self._reads, context.run, call, *args)
 
     async def _look_in_time(self) -> None:
         """Have a thread look when the newest look is too old. Nobody waits for a server that fails."""

@@ -59,7 +59,7 @@ from engine.serving.gateway.request_fields import (
 from engine.serving.gateway.request_ids import RecentIds, id_for, new_seed
 from engine.serving.gateway.request_size import most_bytes, parse_within
 from engine.serving.gateway.route_table import Endpoint, Kind, find_route
-from engine.serving.gateway.routing import Router
+from engine.serving.gateway.routing import STALE_S, Router
 from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE
 from engine.serving.residency.residency import Residency
 from engine.settings.params import served_name
@@ -137,7 +137,8 @@ class Gateway:
 
         def tagged(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
-                answers_with(message["status"], asked.get("graftwork_reason", "")).inc()
+                if not asked.get("graftwork_probe"):
+                    answers_with(message["status"], asked.get("graftwork_reason", "")).inc()
                 message["headers"] = [
                     *message.get("headers", ()), (b"x-request-id", asked["graftwork_request"].encode()),
                 ]  # fmt: skip
@@ -154,6 +155,8 @@ class Gateway:
         path, method = scope["path"], scope["method"]
         endpoint = find_route(path)
         if endpoint is not None and not endpoint.roles and method in endpoint.methods:
+            # Load balancers ask twice a second: that is nobody's request.
+            scope["state"]["graftwork_probe"] = True
             return await self._app(scope, receive, send)
         if endpoint is not None and method == "OPTIONS":
             allowed = ", ".join(sorted({*endpoint.methods, "OPTIONS"}))
@@ -312,7 +315,13 @@ class Gateway:
             policy, digest = exchange.target.policy, exchange.target.digest
             if policy is None or digest is None:
                 return None
+            seen = state.router.seen
             revision = await state.router.ask(partial(state.router.revision, policy, digest))
+            if seen != state.router.seen:
+                # A thread read it, and something has changed meanwhile.
+                exchange.target, exchange.admitted_at = await admit()
+                if exchange.target.digest != digest:
+                    continue
             if (warm := residency.hold_warm(revision)) is not None:
                 return warm
             with state.meter.cold_load(asked.key, asked.tenant, served_name(policy, digest)):
@@ -396,6 +405,9 @@ async def hold_canary(state: GatewayState, target: Target) -> str | None:
     with suppress(GraftworkError):
         wanted = partial(state.router.revision, target.policy or "", target.digest or "")
         revision = await state.router.ask(wanted)
+        if state.router.unread_s > STALE_S:
+            # Reading it took so long that it may have been rolled back.
+            return None
         if (name := state.residency.hold_warm(revision)) is not None:
             return name
         state.residency.prewarm(revision)

@@ -182,8 +182,8 @@ class Router:
     ) -> tuple[Target, float]:
         """Return what `resolve` does, and when the look at the catalog behind it began (epoch seconds).
 
-        A tombstone that was committed before that time is respected. Only an unknown name lets other work
-        run meanwhile: its error then suggests known ones.
+        A tombstone that was committed before that time is respected. Other work may run meanwhile where the
+        catalog is on a server, and for an unknown name, whose error suggests known ones.
         """
         began = time.time()
         try:
@@ -327,7 +327,7 @@ class Router:
         except ServiceError as error:
             if kept is None:
                 raise self._unreadable(error) from None
-            self._rows.fail(key, self.clock())
+            self._rows.fail(key, kept, self.clock())
             return kept[1]
         self._rows.put(key, seen, value)
         return value
@@ -357,6 +357,11 @@ class Router:
             # A client can invent any number of names, so these must not push out rows.
             self._absent.put(key, seen, None)
             return None
+
+    @property
+    def seen(self) -> int:
+        """Return a number that grows when changes of the catalog were noted."""
+        return self._watch.seen
 
     @property
     def unread_s(self) -> float:

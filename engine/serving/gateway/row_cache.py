@@ -62,9 +62,14 @@ class RowCache:
         self._rows.pop(key, None)
         self._unread.pop(key, None)
 
-    def fail(self, key: Hashable, now: float) -> None:
-        """Record that a cached row could not be read again; the first such time counts."""
-        self._unread.setdefault(key, now)
+    def fail(self, key: Hashable, kept: tuple[int, Any], now: float) -> None:
+        """Record that a cached row, which `get` returned, could not be read again; the first time counts.
+
+        Nothing is recorded where somebody else has read it meanwhile.
+        """
+        with self._lock:
+            if self._rows.get(key) is kept:
+                self._unread.setdefault(key, now)
 
     def unread_since(self, key: Hashable) -> float | None:
         """Return since when a changed row has been unreadable (the caller's clock), or None."""

@@ -5,12 +5,14 @@ that are still damaged put the revision into quarantine.
 """
 
 import asyncio
+import contextvars
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, Protocol
 
 from engine.catalog.catalog import Catalog, Revision
+from engine.catalog.waits import ANSWER_S, limit_waits
 from engine.errors import AdapterError, DamagedBytes, MissingBytes
 from engine.publishing.publish import location
 from engine.settings.params import served_name
@@ -37,7 +39,7 @@ class AdapterFetch:
 
     def __init__(self, engine: Engine, catalog: Catalog, store: Store):
         self._engine, self._catalog, self._store = engine, catalog, store
-        self._threads = ThreadPoolExecutor(THREADS, "graftwork-fetch")
+        self._threads = ThreadPoolExecutor(THREADS, "graftwork-fetch", limit_waits, (ANSWER_S,))
         self._layout = lru_cache(LAYOUTS)(catalog.layouts.get)
 
     async def bring(self, name: str, row: Revision) -> None:
@@ -106,4 +108,5 @@ class AdapterFetch:
 
     async def in_thread(self, work: Callable[..., Any], *args: Any) -> Any:
         """Return what a function returns that waits for the catalog or the store."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+        context = contextvars.copy_context()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, context.run, work, *args)

@@ -346,6 +346,18 @@ def test_a_row_cache_keeps_few_rows_and_few_changes():
     assert cache.is_fresh("another", 1)
 
 
+def test_a_read_that_failed_says_nothing_of_a_row_that_another_thread_has_read():
+    cache = RowCache(2)
+    cache.put("key", 0, "old")
+    kept = cache.get("key")
+    cache.fail("key", kept, 1.0)
+    cache.fail("key", kept, 2.0)
+    assert cache.unread_since("key") == 1.0
+    cache.put("key", 1, "new")
+    cache.fail("key", kept, 3.0)
+    assert cache.unread_since("key") is None
+
+
 def test_what_is_under_release_is_named_and_nothing_else(catalog):
     router = Router(catalog, "tiny", "base")
     set_route(catalog, champion=CHAMPION)
