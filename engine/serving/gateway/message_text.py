@@ -3,9 +3,14 @@
 A part without `type` is what its keys say to vLLM, so a part may have the keys of its own kind and no others.
 """
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
+from engine.serving.gateway.request_size import MOST_DEPTH
+
 MOST_MESSAGES = 4096
+BRACKETS = re.compile(r"[\[\]{}]")
 # The kinds of parts, and their keys.
 PARTS = {
     "text": {"text", "cache_control", "citations"},
@@ -44,7 +49,34 @@ def plain_text(messages: Any) -> str | None:
         for name in ("content", "output"):
             if fault := text_parts(message.get(name)):
                 return fault
+        if any(_is_deep(text) for text in _arguments(message)):
+            return f"has arguments of a tool that are nested deeper than {MOST_DEPTH} lists and objects"
     return None
+
+
+def _arguments(message: dict[str, Any]) -> Iterator[str]:
+    """Yield the texts of a message that vLLM parses as JSON: what tools were called with."""
+    calls = message.get("tool_calls")
+    calls = calls if isinstance(calls, list) else []
+    functions = [call.get("function") for call in calls if isinstance(call, dict)]
+    for one in (message, message.get("function_call"), *functions):
+        if isinstance(one, dict) and isinstance(text := one.get("arguments"), str):
+            yield text
+
+
+def _is_deep(text: str) -> bool:
+    """Return whether a text has enough brackets in a row of openings to be nested too deeply.
+
+    Brackets in the JSON's own texts count as well, so that a few deep ones of code may be refused.
+    """
+    if text.count("[") + text.count("{") <= MOST_DEPTH:
+        return False
+    depth = 0
+    for bracket in BRACKETS.findall(text):
+        depth = depth + 1 if bracket in "[{" else max(0, depth - 1)
+        if depth > MOST_DEPTH:
+            return True
+    return False
 
 
 ROLES = ("user", "assistant", "system", "developer")

@@ -21,7 +21,7 @@ class Spool:
 
 
 async def test_feedback_that_cannot_be_stored_is_a_503():
-    spool, key = Spool(), Key("k", "me", 0.0)
+    spool, key = Spool(), Key("hash", "me", 0.0, id="k")
     names = [f"cmpl-{id_for(key, str(digit) * 32, words)}" for digit in range(2)]
     state = SimpleNamespace(spool=spool, router=SimpleNamespace(hash_once=words), rated=RecentIds())
     app = SimpleNamespace(state=SimpleNamespace(graftwork=state))

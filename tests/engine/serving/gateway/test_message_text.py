@@ -9,6 +9,11 @@ from engine.serving.gateway.message_text import plain_text, response_items
 IMAGE = {"url": "http://x/"}
 
 
+def called(arguments: str) -> dict[str, Any]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
 def user(content: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
@@ -21,6 +26,8 @@ def user(content: Any) -> list[dict[str, Any]]:
         user(None),
         user(["x", {"text": "x"}, {"type": "text", "text": "x", "cache_control": {}}]),
         [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}],
+        [called('{"a": [' + "{}, " * 100 + "{}]}")],
+        [called("[" * 60 + "]" * 60)],
         user([{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "3"}, "4"]}]),
         [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x", "signature": "y"}]}],
         [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]}],
@@ -36,6 +43,10 @@ def test_text_and_tools_pass(messages: Any) -> None:
     ("messages", "says"),
     [
         (user([{"type": "image_url", "image_url": IMAGE}]), "image_url"),
+        # Python's parser raises an error at some thousand, which was a fault of the canary.
+        ([called("[" * 5000 + "]" * 5000)], "nested deeper"),
+        ([{"role": "assistant", "function_call": {"arguments": '{"a":' * 70 + "1" + "}" * 70}}], "nested"),
+        ([{"type": "function_call", "call_id": "1", "name": "f", "arguments": "[" * 65}], "nested"),
         # vLLM tells the kind of a part without a type by its keys.
         (user([{"image_url": IMAGE}]), "image_url"),
         (user([{"type": "text", "text": "x", "audio_url": IMAGE}]), "audio_url"),
