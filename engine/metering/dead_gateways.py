@@ -9,13 +9,13 @@ from typing import Any
 from engine.metering.usage_rows import Metered, close_row, writing
 
 OPEN = """
-    SELECT seq, id, tenant, key, policy, revision, purpose, at, reserved FROM requests
+    SELECT seq, id, tenant, key, policy, revision, purpose, at, reserved, repeated FROM requests
     WHERE state = 'admitted' AND gateway = ?
 """
 
 
 def close_dead(root: Path, connection: sqlite3.Connection) -> int:
-    """Close the open rows of gateways that are gone as `unknown`; return how many there were."""
+    """Close the open rows of gateways that are gone, mostly as `unknown`; return how many there were."""
     closed = 0
     for file in (root / "gateways").glob("*"):
         if not _is_dead(file):
@@ -23,7 +23,9 @@ def close_dead(root: Path, connection: sqlite3.Connection) -> int:
         with writing(connection):
             rows: list[Any] = connection.execute(OPEN, (file.name,)).fetchall()
             for number, *fields in rows:
-                close_row(connection, number, Metered(*fields), None, None)
+                asked = Metered(*fields)
+                # What another engine was asked in its place is billed there.
+                close_row(connection, number, asked, None, (0, 0) if asked.repeated else None)
         closed += len(rows)
         file.unlink(missing_ok=True)
     return closed

@@ -46,8 +46,8 @@ EXPORT_S = 60.0
 # process of this machine at the end.
 SHARE_S, ANSWER_S, TURN_S, LOCK_S = 5.0, 2.0, 3.0, 20.0
 ADMIT = """
-    INSERT INTO requests (id, gateway, at, tenant, key, policy, revision, purpose, reserved, state)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'admitted')
+    INSERT INTO requests (id, gateway, at, tenant, key, policy, revision, purpose, reserved, repeated, state)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'admitted')
 """
 DRAW = """
     INSERT INTO drawn VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens
@@ -130,7 +130,7 @@ class UsageLog:
         connection.execute(COUNT, asked.counts(0, asked.reserved))
         values = (
             asked.id, self.gateway, asked.at, asked.tenant, asked.key, asked.policy, asked.revision,
-            asked.purpose, asked.reserved,
+            asked.purpose, asked.reserved, asked.repeated,
         )  # fmt: skip
         number = connection.execute(ADMIT, values).lastrowid
         assert number is not None

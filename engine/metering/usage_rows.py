@@ -82,6 +82,7 @@ SCHEMA = (
         reserved INTEGER NOT NULL,
         PRIMARY KEY (hour, tenant, key, policy, revision, purpose)
     ) STRICT, WITHOUT ROWID;
+    ALTER TABLE requests ADD COLUMN repeated INTEGER NOT NULL DEFAULT 0;
     """,
 )
 CLOSE = """
@@ -102,7 +103,10 @@ ROLL_UP = """
 
 
 class Metered(NamedTuple):
-    """A request to meter; `revision` is a digest, empty for the base. `reserved` is its bound in tokens."""
+    """A request to meter; `revision` is a digest, empty for the base. `reserved` is its bound in tokens.
+
+    `repeated`: where this engine dies before it answers, the proxy in front asks another one, which bills it.
+    """
 
     id: str
     tenant: str
@@ -112,6 +116,7 @@ class Metered(NamedTuple):
     purpose: str
     at: float
     reserved: int
+    repeated: int = 0
 
     def counts(self, used: int, reserved: int) -> tuple[str | int, ...]:
         """Return the parameters of `COUNT`, for the periods in which the request was admitted."""

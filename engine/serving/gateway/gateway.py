@@ -253,7 +253,7 @@ class Gateway:
             started=started,
             is_stream=body.get("stream") is True,
         )
-        bill = await state.meter.open(key, asked.tenant, metered(exchange, reserved))
+        bill = await state.meter.open(key, asked.tenant, metered(exchange, reserved, state.settings))
         call = ForwardedCall.of(asked.id, asked.endpoint.path, body, bill.priority, state.counted, choices)
         try:
             await state.grammars.check(constraints, key.owner)
@@ -425,7 +425,7 @@ def is_fault(status: int) -> bool:
     return status >= SERVER_ERROR or status == NOT_FOUND
 
 
-def metered(exchange: Exchange, reserved: int) -> Metered:
+def metered(exchange: Exchange, reserved: int, settings: GatewayConfig) -> Metered:
     """Return what the usage log records of a request that reserves this many tokens."""
     return Metered(
         id=exchange.id,
@@ -436,6 +436,8 @@ def metered(exchange: Exchange, reserved: int) -> Metered:
         purpose=exchange.purpose,
         at=exchange.admitted_at,
         reserved=reserved,
+        # Of a whole answer no byte is sent before its end; a stream that breaks is not asked again.
+        repeated=int(settings.proxy_sets_id and not exchange.is_stream),
     )
 
 

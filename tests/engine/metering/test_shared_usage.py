@@ -118,6 +118,13 @@ def test_what_was_open_on_a_lost_disk_counts_as_reserved(machine: Machine, acces
     assert billed(access) == [("a" * 64, "user", 2, 10, 9, 0)]
 
 
+def test_what_a_proxy_asks_elsewhere_is_not_billed_on_a_lost_disk(machine: Machine, access: Access) -> None:
+    machine.log.admit(asked(1)._replace(repeated=1))
+    machine.copier.copy()
+    grow_silent(access)
+    assert billed(access) == [("a" * 64, "user", 1, 0, 0, 0)]
+
+
 def test_the_command_adds_up_all_machines(tmp_path: Path, postgres_server: str) -> None:
     url = fresh_database(postgres_server)
     migrate(url)

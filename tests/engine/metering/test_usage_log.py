@@ -271,6 +271,18 @@ def test_a_hundred_kills(tmp_path: Path) -> None:
     kill_gateways(tmp_path, 100)
 
 
+def test_what_a_proxy_asks_elsewhere_is_billed_there_alone(tmp_path: Path) -> None:
+    """The engine died before it answered a byte: HAProxy sent the request to another one."""
+    log = UsageLog(tmp_path)
+    for number, repeated in ((1, 1), (2, 0)):
+        log.admit(asked(number)._replace(repeated=repeated))
+    log.close()
+    with closing(connect(tmp_path / "usage.db")) as connection:
+        assert close_dead(tmp_path, connection) == 2
+    assert totals(tmp_path) == (2, 0, 0, 10)
+    assert spent(tmp_path)["tenant:acme", periods(NOON)[0]] == (10, 0)
+
+
 def test_a_running_gateways_requests_stay_open(log: UsageLog, tmp_path: Path) -> None:
     number = log.admit(asked(1))
     with closing(connect(tmp_path / "usage.db")) as connection:

@@ -2,8 +2,9 @@
 
 import asyncio
 import json
+import sqlite3
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from dataclasses import replace
 from itertools import product
 from unittest.mock import Mock
@@ -323,6 +324,12 @@ async def test_a_request_has_the_proxys_id_where_the_proxy_sets_it(world: World)
             response = await client.post(**completion("acme-sums"), headers={"x-request-id": name})
             # The last digits say which key it was given to.
             assert (response.headers["x-request-id"][:20] == name[:20]) is is_taken
+        await client.post(**completion(stream=True))
+    with closing(sqlite3.connect(world.root / "usage" / "usage.db")) as connection:
+        found = connection.execute("SELECT repeated FROM requests ORDER BY seq").fetchall()
+    # HAProxy asks another engine for a whole answer alone.
+    assert found == [(1,)] * 4 + [(0,)]
+    del world.events.rows[-1]
     ids = [fields["id"] for table, fields in world.events.rows if table == "observations"]
     assert sum(name.startswith(f"cmpl-{given[:20]}") for name in ids) == 1
     assert len(ids) == len(set(ids)) == 4
