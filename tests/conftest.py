@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import certifi
 import pytest
@@ -163,7 +163,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_testnodedown(node: Any) -> None:
     """Take over what a worker left out."""
     if missing := getattr(node, "workeroutput", {}).get("left out"):
-        node.config.stash[LEFT_OUT] = missing
+        note_left_out(node.config, missing)
 
 
 def say_last(sentence: str) -> None:
@@ -235,29 +235,33 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+def leave_out(request: pytest.FixtureRequest, missing: str) -> NoReturn:
+    """Skip what needs a program that is not there, and say so in the last line."""
+    note_left_out(request.config, missing)
+    getattr(request.config, "workeroutput", {})["left out"] = request.config.stash[LEFT_OUT]
+    pytest.skip(missing)
+
+
+def note_left_out(config: pytest.Config, missing: str) -> None:
+    known = config.stash.get(LEFT_OUT, "")
+    if missing not in known:
+        config.stash[LEFT_OUT] = f"{known} {missing}".strip()
+
+
 @pytest.fixture(scope="session")
 def chromium(request: pytest.FixtureRequest) -> str:
     """Return the path of a Chromium; without one what needs it is skipped, and the last line says so."""
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
     found = next((path for name in names if (path := shutil.which(name))), None)
-    if found is None:
-        missing = "The pages were NOT tested in a browser: no Chromium is on the PATH (apt install chromium)."
-        request.config.stash[LEFT_OUT] = missing
-        getattr(request.config, "workeroutput", {})["left out"] = missing
-        pytest.skip(missing)
-    return found
+    missing = "The pages were NOT tested in a browser: no Chromium is on the PATH (apt install chromium)."
+    return found or leave_out(request, missing)
 
 
 @pytest.fixture(scope="session")
 def promtool(request: pytest.FixtureRequest) -> str:
     """Return the path of Prometheus' checker; without it what needs it is skipped, as with `chromium`."""
-    found = shutil.which("promtool")
-    if found is None:
-        missing = "The alerts were NOT checked: no promtool is on the PATH (apt install prometheus)."
-        request.config.stash[LEFT_OUT] = missing
-        getattr(request.config, "workeroutput", {})["left out"] = missing
-        pytest.skip(missing)
-    return found
+    missing = "The alerts were NOT checked: no promtool is on the PATH (apt install prometheus)."
+    return shutil.which("promtool") or leave_out(request, missing)
 
 
 @pytest.fixture(scope="session")

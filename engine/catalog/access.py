@@ -82,7 +82,7 @@ class Access:
 
     @contextmanager
     def write(self, is_alone: bool = True) -> Iterator[Connection]:
-        """Open a write transaction; one that nobody else's rows matter to need not be alone.
+        """Open a write transaction. Writers take turns, but for one whose rows no other process writes.
 
         Raises `ServiceError` when the disk is full, the lock is not free in time or the server only reads.
         """

@@ -18,7 +18,7 @@ from engine.metering.usage_rows import KEPT_DAYS, connect, periods, writing
 # its end.
 SETTLED_S = 60.0
 ROWS = 5_000
-# So many files are merged at a time, and none that is large already: between two times the log is synced.
+# Files are merged by so many, without those that are large already: after each merge the log is synced.
 MERGED_FILES, MERGED_BYTES = 60, 64 << 20
 # Columns of the table `requests`, with their types in Parquet.
 COLUMNS = {
@@ -114,7 +114,10 @@ def _merge_some(root: Path, connection: Any, day: str, files: Sequence[tuple[str
 def copy_parquet(
     path: Path, sources: Sequence[Path], where: str = "true", values: Sequence[Any] = ()
 ) -> None:
-    """Write rows of Parquet files, in their order, to another one or over one of them; whole or not."""
+    """Write rows of Parquet files, in their order, to a new file or over one of them; whole or not at all.
+
+    `where` is a condition in SQL with a mark for each of `values`.
+    """
     import duckdb
 
     draft = path.with_suffix(".draft")

@@ -54,7 +54,7 @@ class SharedUsage:
     def copy(self, wait_s: float = 0.0) -> bool:
         """Copy what has changed since the last time; False when another process of this machine does.
 
-        Raises `ServiceError` when the catalog does not answer; the next call copies everything then.
+        Raises `ServiceError` when the catalog does not answer; the next call copies what this one did not.
         """
         lock = FileLock(self._root / "copy.lock", timeout=wait_s)
         with suppress(Timeout), lock, closing(connect(self._root / "usage.db")) as local:
@@ -64,7 +64,7 @@ class SharedUsage:
 
     def _copy(self, local: sqlite3.Connection) -> None:
         log, turn, since = local.execute("SELECT id, turn, since FROM log").fetchone()
-        # A snapshot: no request is both open and closed in it, or neither.
+        # One snapshot: a request is either open in it or closed.
         local.execute("BEGIN")
         next_since = _since(local)
         copied = {row[: len(SUBJECT)]: row for row in local.execute("SELECT * FROM copied")}

@@ -34,7 +34,7 @@ from engine.serving.gateway.grammar_trial import GrammarTrial
 from engine.serving.gateway.leaving import end_requests_first
 from engine.serving.gateway.membership import Membership
 from engine.serving.gateway.meter import Meter
-from engine.serving.gateway.prewarming import Prewarmer, names_of
+from engine.serving.gateway.prewarming import Prewarmer, served_names
 from engine.serving.gateway.request_ids import is_given_to
 from engine.serving.gateway.reservation import TEMPLATE_TOKENS
 from engine.serving.gateway.rollouts import gate_of_platform, rollouts
@@ -130,7 +130,7 @@ class GraftworkEndpoints:
             open_store(params),
             params.engine,
             on_load=lambda **fields: spool.emit("loads", **fields),
-            pinned=lambda: names_of(router.last_released),
+            pinned=lambda: served_names(router.last_released),
             metrics=LoadMetrics(REGISTRY),
         )
         engine.watch(tier.take_report)

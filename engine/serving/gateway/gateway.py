@@ -403,10 +403,11 @@ async def hold_canary(state: GatewayState, target: Target) -> str | None:
     """Hold a canary if it is resident here, and return its served name; else prewarm it and return None."""
     # Whatever keeps it from being loaded, no user's request may fail by it.
     with suppress(GraftworkError):
+        seen = state.router.seen
         wanted = partial(state.router.revision, target.policy or "", target.digest or "")
         revision = await state.router.ask(wanted)
-        if state.router.unread_s > STALE_S:
-            # Reading it took so long that it may have been rolled back.
+        if seen != state.router.seen or state.router.unread_s > STALE_S:
+            # While it was read it may have been rolled back.
             return None
         if (name := state.residency.hold_warm(revision)) is not None:
             return name

@@ -118,7 +118,7 @@ class Prewarmer:
 
     def missing(self) -> list[str]:
         """Return the served names under release that are not loaded."""
-        names = names_of(self._router.under_release())
+        names = served_names(self._router.under_release())
         return sorted(name for name in names if name not in self._residency.residents)
 
     async def _drop_what_is_gone(self, policies: set[str] | None) -> None:
@@ -206,6 +206,6 @@ def _is_note(row: dict[str, Any]) -> bool:
     )
 
 
-def names_of(released: frozenset[tuple[str, str]]) -> frozenset[str]:
-    """Return the served names of revisions (policy, digest) that must stay resident."""
-    return frozenset(served_name(policy, digest) for policy, digest in released)
+def served_names(revisions: frozenset[tuple[str, str]]) -> frozenset[str]:
+    """Return the served names of revisions (policy, digest)."""
+    return frozenset(served_name(policy, digest) for policy, digest in revisions)

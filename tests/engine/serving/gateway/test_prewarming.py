@@ -7,7 +7,7 @@ import time
 import pytest
 
 from engine.errors import NotFound, ServiceError
-from engine.serving.gateway.prewarming import Prewarmer, names_of
+from engine.serving.gateway.prewarming import Prewarmer, served_names
 from tests.helpers.adapters_cold import FakeEngine, name_of, residency, revision, settle, use
 
 MIB = 1 << 20
@@ -52,7 +52,7 @@ async def test_a_release_brings_its_canary_and_champion(tmp_path):
     await prewarmer.look()
     assert tier.loading == 0
     router.released = frozenset(("sums", revision(i).digest) for i in (1, 2))
-    assert names_of(router.last_released) == {name_of(1), name_of(2)}
+    assert served_names(router.last_released) == {name_of(1), name_of(2)}
     await prewarmer.look()
     await settle(lambda: [resident.users for resident in tier.residents.values()] == [0, 0])
     await prewarmer.look()

@@ -239,3 +239,39 @@ async def test_a_row_that_changes_while_it_is_read_is_read_again(world: World) -
     catalog.routes.get = slow  # type: ignore[method-assign]
     assert (await router.admit("acme-sums", "ann"))[0].digest == CHAMPION
     assert (await router.admit("acme-sums", "ann"))[0].digest == OTHER
+
+
+async def test_a_canary_that_is_rolled_back_while_its_row_is_read_answers_nobody(world: World) -> None:
+    catalog, router = world.catalog, world.state.router
+    match, told = catalog.revisions.match, []
+
+    def change(**changes: Any) -> None:
+        route = catalog.routes.get("acme-sums")
+        catalog.routes.update(replace(route, **changes), route.version)
+
+    def slow(policy: str, digest: str) -> Any:
+        found = match(policy, digest)
+        if digest == OTHER and not told:
+            told.append(digest)
+            catalog.tombstones.add("acme-sums", OTHER, "It was bad.", "controller")
+            time.sleep(2 * catalog_watch.POLL_S)
+            router.take_changed()
+        return found
+
+    change(canary=OTHER, weight=0.999, salt="fixed")
+    async with world.client(world.key()) as users:
+
+        async def revision() -> str:
+            answer = await users.post("/v1/completions", json=TURN | {"user": "ann"})
+            assert answer.status_code == 200
+            return answer.headers["x-graftwork-revision"]
+
+        async with asyncio.timeout(60):
+            while await revision() != f"acme-sums@{OTHER[:12]}":
+                await asyncio.sleep(0.01)
+        # Its rows are read again.
+        change(weight=0.99)
+        await asyncio.sleep(2 * catalog_watch.POLL_S)
+        catalog.revisions.match = slow  # type: ignore[method-assign]
+        assert await revision() == f"acme-sums@{CHAMPION[:12]}"
+    assert told == [OTHER]
