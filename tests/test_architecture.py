@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -64,8 +65,11 @@ def test_flow_files_define_no_class() -> None:
         assert classes == [], f"{path} defines {classes}"
 
 
-def share_of_import(modules: list[str], after: list[str]) -> float:
-    """Return the CPU seconds of importing `modules` in a new process, over those of `after` before."""
+def shares_of_import(modules: list[str], after: list[str]) -> Iterator[float]:
+    """Yield the CPU seconds of importing `modules` in a new process, over those of `after` before.
+
+    The least of some is theirs: whatever else the machine does adds to either.
+    """
     code = (
         "import importlib, time; start = time.process_time();"
         f"[importlib.import_module(name) for name in {after!r}];"
@@ -73,9 +77,11 @@ def share_of_import(modules: list[str], after: list[str]) -> float:
         f"[importlib.import_module(name) for name in {modules!r}];"
         "print((time.process_time() - between) / (between - start))"
     )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-            for _ in range(2)]  # fmt: skip
-    return min(float(run.stdout) for run in runs)
+    while True:
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+        )
+        yield float(run.stdout)
 
 
 @pytest.mark.long
@@ -91,7 +97,7 @@ def test_importing_the_flows_adds_little_to_importing_prefect() -> None:
         "prefect.main",
     ]
     # A share, since seconds are the machine's.
-    assert share_of_import(flows, after=prefect) <= 0.25
+    assert any(share <= 0.25 for share in islice(shares_of_import(flows, after=prefect), 5))
 
 
 @pytest.mark.long
