@@ -147,10 +147,11 @@ def record(params: Params, directory: Path, evaluation: Evaluation) -> int:
     files do not match the stages' suite and revision.
     """
     from engine.adapters.revision import read_manifest
-    from tasks.score import ItemScore, emit_scores
+    from tasks.score import ItemScore, emit_scores, on_base
 
     files = Files(directory)
-    manifest, suite = read_manifest(files.revision), opened_suite(files)
+    manifest = read_manifest(files.revision)
+    suite = on_base(params, opened_suite(files), manifest.base_digest)
     prompts = [item.prompt_digest for item in suite.items]
     for rows, digest in ((evaluation.answers[BASE], ""), (evaluation.answers[REVISION], manifest.digest)):
         if [row.prompt for row in rows] != prompts or {row.digest for row in rows} != {digest}:

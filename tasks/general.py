@@ -16,7 +16,7 @@ from engine.clients.engine import EngineClient
 from engine.problems.general_text import GENERAL, general_text, text_digest, windows_of
 from engine.quality.estimate import perplexity
 from engine.settings.params import DIGEST12, Params, served_name
-from tasks.score import ItemScore, emit_scores, recorded
+from tasks.score import ItemScore, emit_scores, on_base, recorded
 from tasks.suites import Item, Suite
 
 # Of one window, on a slow machine.
@@ -51,6 +51,7 @@ def score_general(params: Params, policy: str, digest: str | None, key: str) -> 
     suite = _suite(windows, params)
     with EngineClient(params.url("engine"), key, "score", TIMEOUT_S) as engine:
         marker = engine.marker()
+        suite = on_base(params, suite, marker["base"], marker.get("text_digest"))
         known = recorded(params, marker["base"], policy, digest, suite)
         items = known or tuple(
             ItemScore(item.id, math.exp(fmean(engine.logprobs(_name(policy, digest, marker), window))), "")

@@ -8,14 +8,15 @@ import logging
 import time
 import uuid
 from collections import Counter
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from engine.catalog.catalog import open_catalog
 from engine.clients.engine import EngineClient
-from engine.errors import ServiceError
+from engine.errors import NotFound, ServiceError
 from engine.ledger.ledger import open_snapshot
 from engine.ledger.sender import open_spool
 from engine.quality.estimate import interval
@@ -82,7 +83,9 @@ def score(
     opened = load_suite(suite, root)
     refuse_unlisted("verifier", opened.rule.get("verifier", ""), params.python_modules)
     with EngineClient(params.url("engine")) as engine:
-        base = str(engine.marker()["base"])
+        marker = engine.marker()
+    base = str(marker["base"])
+    opened = on_base(params, opened, base, marker.get("text_digest"))
     known = recorded(params, base, policy, digest, opened) if reuse else ()
     failed: Counter[str] = Counter()
     token = faults.set(failed)
@@ -96,6 +99,26 @@ def score(
         policy, digest, base, opened.name, opened.version, mean, low, high, items, bool(known), seconds,
         failed.total(),
     )  # fmt: skip
+
+
+def on_base(params: Params, suite: Suite, base: str, loaded: str | None = None) -> Suite:
+    """Return the suite as the ledger names it for this base.
+
+    Where other text files of the base were accepted, their digest is part of the version: scores of different
+    versions are never compared. Raises `ServiceError` for an engine that has loaded the files from before.
+    """
+    text = None
+    # Without a catalog nothing was accepted.
+    with suppress(NotFound), open_catalog(params.paths) as catalog:
+        text = catalog.bases.accepted_text(base)
+    if text is None:
+        return suite
+    if loaded is not None and loaded != text:
+        raise ServiceError(
+            f"The engine has loaded the base's text files with the digest {loaded[:12]}, and {text[:12]} was "
+            "accepted since. Restart the engine."
+        )
+    return replace(suite, version=f"{suite.version}+{text[:12]}")
 
 
 def recorded(

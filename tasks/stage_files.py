@@ -103,7 +103,8 @@ def resident(params: Params, name: str) -> Iterator[Params]:
         }
     )
     _link_base(stage, files)
-    if ensure_base(stage.base, stage.paths).digest != known["digest"]:
+    base = ensure_base(stage.base, stage.paths)
+    if (base.digest, base.text_digest) != (known["digest"], known.get("text_digest", base.text_digest)):
         raise BaseModelError(
             f"The base {params.base.name!r} has changed since the stage `base`. Run `dvc repro -f -s base`."
         )

@@ -58,7 +58,8 @@ def build_base(params: Params, progress: Progress) -> None:
     renew(files.base)
     if made_path(params.base, params.paths):
         shutil.copytree(info.path, files.base, dirs_exist_ok=True)
-    write_json(files.base / "base.json", {"name": params.base.name, "digest": info.digest})
+    named = {"name": params.base.name, "digest": info.digest, "text_digest": info.text_digest}
+    write_json(files.base / "base.json", named)
 
 
 def prepare_suites(params: Params) -> None:

@@ -56,6 +56,8 @@ class Manifest:
     code_version: str
     config: dict[str, Any] = field(default_factory=dict)
     created_at: float = 0.0
+    # Of the base, where it is known; its own digest does not cover it.
+    text_digest: str | None = None
 
 
 def digest(tensors: Tensors, rank: int, targets: Iterable[str], base_digest: str) -> str:
@@ -177,6 +179,7 @@ def make_manifest(
     step: int,
     parent: str | None = None,
     config: dict[str, Any] | None = None,
+    text_digest: str | None = None,
 ) -> Manifest:
     """Describe canonical tensors as a revision of `policy`, created now; computes their digest."""
     return Manifest(
@@ -192,6 +195,7 @@ def make_manifest(
         code_version=code_version(),
         config=config or {},
         created_at=time.time(),
+        text_digest=text_digest,
     )
 
 

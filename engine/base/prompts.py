@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Sequence
+from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from engine.settings.policies import FewShotExample
 # AutoTokenizer takes another class all the same.
 GENERIC = "TokenizersBackend"
 OWN_CLASS = frozenset({"qwen2"})
+# The date that Llama 3's template has where it is not told today's.
+TEMPLATE_DATE = (2024, 7, 26)
 # Transformers imports lazily, and two threads that do so at once find half a module.
 _importing = threading.Lock()
 
@@ -27,9 +30,31 @@ def tokenizer_of(path: Path) -> Any:
 
     named, model = (_json(path / name) for name in ("tokenizer_config.json", "config.json"))
     is_generic = named.get("tokenizer_class") == GENERIC and model.get("model_type") not in OWN_CLASS
+    fix_template_date()
     with _importing:
         taken = transformers.PreTrainedTokenizerFast if is_generic else transformers.AutoTokenizer
     return taken.from_pretrained(path)
+
+
+def fix_template_date() -> None:
+    """Have a chat template's `strftime_now` tell `TEMPLATE_DATE`, in this process. Idempotent.
+
+    With the day's date the same messages become another prompt each day: scores of two days, or a revision's
+    training and its serving, would not be of the same text. Bound: transformers 5. Remove when its
+    `apply_chat_template` takes the date.
+    """
+    from transformers.utils import chat_template_utils
+
+    chat_template_utils.datetime = TemplateDate  # type: ignore[misc]
+
+
+class TemplateDate(datetime):
+    """The clock of chat templates, which stands still."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> "TemplateDate":
+        """Return `TEMPLATE_DATE`."""
+        return cls(*TEMPLATE_DATE, tzinfo=tz)
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -13,13 +13,15 @@ import os
 import re
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from engine.base.gguf import GgufModel, read
 from engine.base.progress import Progress
 from engine.base.recipes import PACKAGED, RECIPES, TRAINABLE, Recipe
+from engine.base.text_files import text_digest, text_files
 from engine.errors import BaseModelError, ConfigError
 from engine.files import sync
 from engine.problems.procedural import PHRASINGS, TASKS
@@ -39,11 +41,20 @@ HUB_HELP = {
 
 @dataclass(frozen=True)
 class BaseInfo:
-    """A base ready to be loaded; `digest` covers its config and weights."""
+    """A base ready to be loaded; `digest` covers its config and weights.
+
+    `text_files` has the sha256 of its tokenizer, chat template and generation defaults, by file.
+    """
 
     name: str
     path: Path
     digest: str
+    text_files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def text_digest(self) -> str:
+        """Return the digest of its text files."""
+        return text_digest(self.text_files)
 
 
 def ensure_base(config: BaseConfig, paths: Paths, progress: Progress | None = None) -> BaseInfo:
@@ -59,7 +70,7 @@ def ensure_base(config: BaseConfig, paths: Paths, progress: Progress | None = No
     else:
         path = _find(config)
     _check(config.name, path)
-    return BaseInfo(Path(config.name).name, path, base_digest(path))
+    return BaseInfo(Path(config.name).name, path, base_digest(path), text_files(path))
 
 
 def made_path(config: BaseConfig, paths: Paths) -> Path | None:

@@ -1,11 +1,20 @@
 """Bases: the frozen models that policies are trained on, by digest."""
 
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 from sqlalchemy import select
 
+from engine.base.text_files import changed_files, text_digest
 from engine.catalog import tables
 from engine.catalog.access import Access
+from engine.catalog.audit import record
 from engine.catalog.records import Base
-from engine.errors import NotFound
+from engine.errors import BaseModelError, NotFound
+
+if TYPE_CHECKING:
+    from engine.base.resident import BaseInfo
 
 
 class Bases:
@@ -14,23 +23,77 @@ class Bases:
     def __init__(self, access: Access):
         self._access = access
 
-    def add(self, base: Base) -> None:
-        """Add a base; of a known one only the path is replaced: its files may have moved."""
+    def add(self, base: Base, accepted: str | None = None) -> None:
+        """Add a base; of a known one only the path is replaced: its files may have moved.
+
+        The first text files that are given become its own. Raises `BaseModelError` for others, unless their
+        text digest begins with `accepted`: they then replace the first, which the audit log notes.
+        """
+        columns = tables.bases.c
         query = self._access.insert(tables.bases).values(**vars(base))
         with self._access.write() as connection:
             connection.execute(
                 query.on_conflict_do_update(index_elements=["digest"], set_={"path": base.path})
             )
+            known = connection.execute(
+                select(columns.text_files).where(columns.digest == base.digest)
+            ).scalar_one()
+            if base.text_files is None or base.text_files == known:
+                return
+            update = tables.bases.update().where(columns.digest == base.digest)
+            connection.execute(update.values(text_files=base.text_files))
+            if known is not None:
+                refuse_changed(base.name, known, base.text_files, accepted)
+                before, after = ({"text_files": files} for files in (known, base.text_files))
+                record(connection, "base.text", base.digest, before, after)
+                connection.execute(update.values(text_changed_at=time.time()))
+
+    def register(self, base: "BaseInfo", accepted: str | None = None) -> None:
+        """Add a base that is ready to be loaded. Raises as `add`."""
+        row = Base(base.digest, base.name, str(base.path), time.time(), dict(base.text_files))
+        self.add(row, accepted)
+
+    def check_text(self, base: "BaseInfo", accepted: str | None = None) -> None:
+        """Raise `BaseModelError` as `add` does, and write nothing; a base that is not known yet passes."""
+        row = self._find(base.digest)
+        if row is not None and row.text_files is not None:
+            refuse_changed(base.name, row.text_files, base.text_files, accepted)
+
+    def accepted_text(self, digest: str) -> str | None:
+        """Return the text digest of a base whose text files were replaced; None while it has the first.
+
+        What was measured with the first does not hold for the base as it is now.
+        """
+        row = self._find(digest)
+        if row is None or row.text_changed_at is None or row.text_files is None:
+            return None
+        return text_digest(row.text_files)
 
     def get(self, digest: str) -> Base:
         """Return a base; `NotFound` when the catalog does not have it."""
-        base = self._access.one(Base, select(tables.bases).where(tables.bases.c.digest == digest))
+        base = self._find(digest)
         if base is None:
             raise NotFound(f"There is no base {digest[:12]} in the catalog.")
         return base
+
+    def _find(self, digest: str) -> Base | None:
+        return self._access.one(Base, select(tables.bases).where(tables.bases.c.digest == digest))
 
     def names(self) -> dict[str, str]:
         """Return the names of the known bases by digest."""
         query = select(tables.bases.c.digest, tables.bases.c.name)
         with self._access.read() as connection:
             return {row.digest: row.name for row in connection.execute(query)}
+
+
+def refuse_changed(
+    name: str, known: Mapping[str, str], found: Mapping[str, str], accepted: str | None = None
+) -> None:
+    """Raise `BaseModelError` where a base's text files are not the known ones, unless they are accepted."""
+    changed, digest = changed_files(known, found), text_digest(found)
+    if changed and not (accepted and digest.startswith(accepted)):
+        raise BaseModelError(
+            f"The base {name!r} is not the one that its revisions were trained and scored with: "
+            f"{', '.join(changed)} changed. Restore these files, or accept them: set base.text_digest to "
+            f"{digest[:12]}. Scores from before are then not compared with new ones."
+        )

@@ -9,7 +9,7 @@ from typing import Any
 from engine.errors import Forbidden
 
 # The newest file of engine/catalog/migrations/versions.
-SCHEMA_VERSION = "0013"
+SCHEMA_VERSION = "0014"
 # Values of `Revision.state`; a row holds the index.
 STATES = ("snapshot", "exported")
 # A release's verdicts, each with its final state; and the reverse.
@@ -19,12 +19,18 @@ VERDICTS = {state: verdict for verdict, state in ENDS.items()}
 
 @dataclass(frozen=True)
 class Base:
-    """A frozen model that policies are trained on; `path` is its directory."""
+    """A frozen model that policies are trained on; `path` is its directory.
+
+    `text_files` are the files of its text digest with their sha256, None while they are not known; at
+    `text_changed_at` somebody accepted others than the first.
+    """
 
     digest: str
     name: str
     path: str
     created_at: float
+    text_files: dict[str, str] | None = None
+    text_changed_at: float | None = None
 
 
 @dataclass(frozen=True)

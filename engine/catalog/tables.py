@@ -41,6 +41,8 @@ bases = Table(
     Column("name", String, nullable=False),
     Column("path", String, nullable=False),
     Column("created_at", Float, nullable=False),
+    Column("text_files", JSON(none_as_null=True)),
+    Column("text_changed_at", Float),
 )
 
 policies = Table(

@@ -22,7 +22,7 @@ class EngineClient(ServiceClient):
         self.http.headers["x-graftwork-purpose"] = purpose
 
     def marker(self) -> dict[str, Any]:
-        """Return the plugin's marker: versions, base, workers.
+        """Return the plugin's marker: versions, base and its text digest, workers.
 
         Raises `ServiceError` when the engine runs without our plugin.
         """

@@ -22,6 +22,7 @@ from engine.adapters.manifests import PROBE
 from engine.adapters.packed import DTYPES
 from engine.adapters.revision import (
     CONFIG,
+    MANIFEST,
     TENSORS,
     Manifest,
     Tensors,
@@ -37,7 +38,13 @@ from engine.adapters.revision import (
 from engine.base.families import BaseShapes
 from engine.base.resident import BaseInfo, ensure_base
 from engine.errors import AdapterError, ConfigError
-from engine.publishing.importing import check_fit, has_probe, import_revision, serving_dtype
+from engine.publishing.importing import (
+    check_fit,
+    has_probe,
+    import_revision,
+    refuse_other_text,
+    serving_dtype,
+)
 from engine.quality.probe import Probe
 from engine.settings.params import POLICY_NAME, Params
 
@@ -82,8 +89,13 @@ class Foreign:
 
 
 def inspect(params: Params, directory: Path) -> tuple[Foreign, BaseInfo]:
-    """Read an adapter for the base of these settings, in the serving dtype; raises as `read_adapter`."""
+    """Read an adapter for the base of these settings, in the serving dtype.
+
+    Raises as `read_adapter`, and `BaseModelError` for one trained with other text files of the base.
+    """
     base = ensure_base(params.base, params.paths)
+    if (directory / MANIFEST).is_file():
+        refuse_other_text(read_manifest(directory), base, directory, params.base.text_digest)
     shapes = BaseShapes.read(base.path)
     return read_adapter(directory, shapes, getattr(torch, serving_dtype(params))), base
 
@@ -114,6 +126,7 @@ def publish(
         rank=foreign.rank,
         targets=foreign.targets,
         step=0,
+        text_digest=base.text_digest,
     )
     # Refuse what the engine cannot serve before anything is written or computed.
     check_fit(params, base.path, foreign.tensors, manifest, directory)

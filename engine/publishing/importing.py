@@ -24,8 +24,8 @@ from engine.adapters.revision import (
 )
 from engine.base.families import DROPPED_ON_CUDA, BaseShapes
 from engine.base.resident import ensure_base
-from engine.catalog.catalog import Base, Catalog, Policy, Revision, open_catalog
-from engine.errors import AdapterError, NotFound
+from engine.catalog.catalog import Catalog, Policy, Revision, open_catalog
+from engine.errors import AdapterError, BaseModelError, NotFound
 from engine.planning.gpu import cuda_bytes
 from engine.publishing.publish import publish, put, stored_tensors
 from engine.quality.probe import from_json
@@ -47,6 +47,7 @@ def import_revision(params: Params, directory: Path, owner: str = "local") -> Ma
     base = ensure_base(params.base, params.paths)
     tensors, manifest = read_revision(directory, base.digest)
     check_fit(params, base.path, tensors, manifest, directory)
+    refuse_other_text(manifest, base, directory, params.base.text_digest)
     with open_catalog(params.paths, migrated=True) as catalog:
         _publish(params, catalog, base, tensors, manifest, owner, _probe(directory))
     return manifest
@@ -75,6 +76,18 @@ def check_fit(params: Params, base: Path, tensors: Tensors, manifest: Manifest, 
         raise AdapterError(
             f"The revision in {directory} is in {found}, the engine serves {serving}. Set `engine.dtype`."
         )
+
+
+def refuse_other_text(manifest: Manifest, base: "BaseInfo", directory: Path, accepted: str | None) -> None:
+    """Raise `BaseModelError` for a revision that was trained with other text files of its base."""
+    trained, here = manifest.text_digest, base.text_digest
+    if trained in (None, here) or (accepted and here.startswith(accepted)):
+        return
+    raise BaseModelError(
+        f"The revision in {directory} was trained with another tokenizer, chat template or generation "
+        f"defaults than {base.path} has: text digest {trained}, not {here}. Copy these files from the base "
+        f"that it was trained on, or accept those here: set base.text_digest to {here[:12]}."
+    )
 
 
 def _refuse_dropped(tensors: Tensors, directory: Path) -> None:
@@ -147,7 +160,7 @@ def _publish(
     dtype = getattr(torch, serving_dtype(params))
     if probe:
         write_revision(params.paths.revision(manifest.policy, manifest.digest), tensors, manifest, probe)
-    catalog.bases.add(Base(base.digest, base.name, str(base.path), now))
+    catalog.bases.register(base, params.base.text_digest)
     with suppress(NotFound):
         # An import does not change the settings of a known policy.
         config = catalog.policies.get(manifest.policy).config

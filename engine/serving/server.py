@@ -54,12 +54,13 @@ def main() -> None:
         preload_libgomp()
 
     from engine.base.resident import ensure_base
-    from engine.catalog.catalog import migrate
+    from engine.catalog.catalog import open_catalog
 
     refuse_unless_served(params)
     plan = planned(params)
     base = ensure_base(params.base, params.paths)
-    migrate(params.paths.catalog_url)
+    with open_catalog(params.paths, migrated=True) as catalog:
+        catalog.bases.check_text(base, params.base.text_digest)
     HostAllowList.names = params.engine.names
     serve(server_arguments(params, path, base, plan), params.log_format)
 
@@ -140,6 +141,7 @@ def server_arguments(
         "params": str(params_path),
         "base": base.digest,
         "base_name": base.name,
+        "text_digest": base.text_digest,
         "version": version("graftwork"),
         "cores": core_settings(params, base.path, plan),
     }

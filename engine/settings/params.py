@@ -62,6 +62,12 @@ class BaseConfig(Settings):
         description="Load this commit of a hub id (40 digits, required, because branches move), or refuse a "
         "GGUF file with another sha256 (64 digits).",
     )
+    text_digest: str | None = Field(
+        None,
+        pattern=r"^[0-9a-f]{12,64}$",
+        description="Accept the base's tokenizer, chat template and generation defaults with this digest, "
+        "which differ from those that its revisions were trained with.",
+    )
 
 
 class DemoConfig(Settings):

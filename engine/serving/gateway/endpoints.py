@@ -109,6 +109,7 @@ class GraftworkEndpoints:
             "vllm": vllm_version(),
             "base": settings["base"],
             "base_name": settings["base_name"],
+            "text_digest": settings["text_digest"],
             "workers": workers,
         }
         state.graftwork_loads = engine.loads

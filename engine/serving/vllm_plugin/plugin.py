@@ -8,6 +8,7 @@ from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from engine.base.prompts import fix_template_date
 from engine.serving.vllm_plugin.extra_args import ROUTED_EXPERTS
 
 # The newest vLLM that the patches were checked against; a test fails when the pinned version is newer.
@@ -27,6 +28,7 @@ def register() -> None:
     record_experts_on_cpu()
     return_experts_on_request()
     keep_names_out_of_metrics()
+    fix_template_date()
 
 
 def replace_worker_manager() -> None:

@@ -14,7 +14,6 @@ import asyncio
 import json
 import math
 import os
-import time
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -185,7 +184,7 @@ def load_trainer(params: Params, ranks: "Ranks | None" = None) -> "Trainer":
     import torch
 
     from engine.base.resident import base_config, ensure_base
-    from engine.catalog.catalog import Base, open_catalog
+    from engine.catalog.catalog import open_catalog
     from engine.planning.gpu import cuda_bytes, planned
     from engine.shared_cores import SharedCores
     from engine.training.service.capacity import FREE_SHARE
@@ -196,9 +195,9 @@ def load_trainer(params: Params, ranks: "Ranks | None" = None) -> "Trainer":
     plan, cuda = None if ranks else planned(params), cuda_bytes() is not None
     info = ensure_base(params.base, params.paths)
     catalog = open_catalog(params.paths, migrated=True)
-    catalog.bases.add(Base(info.digest, info.name, str(info.path), time.time()))
+    catalog.bases.register(info, params.base.text_digest)
     dtype = getattr(torch, params.engine.dtype_on(cuda))
-    exporter = Exporter(params, catalog, dtype, end_tokens(info.path))
+    exporter = Exporter(params, catalog, dtype, end_tokens(info.path), info.text_digest)
     base = load_part(params, info, ranks) if ranks else load_base(params, info.path, plan)
     on_gpu = plan.trainer_adapters if plan else 0
     free = torch.cuda.mem_get_info(base.device)[0] if ranks and cuda else free_bytes()

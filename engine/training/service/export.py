@@ -27,10 +27,21 @@ from engine.training.service.session import Session
 
 
 class Exporter:
-    """Publish revisions in the engine's `dtype`. Used by the training thread only."""
+    """Publish revisions in the engine's `dtype`, with the base's text digest.
 
-    def __init__(self, params: Params, catalog: Catalog, dtype: torch.dtype, ends: Collection[int]):
+    Used by the training thread only.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        catalog: Catalog,
+        dtype: torch.dtype,
+        ends: Collection[int],
+        text_digest: str | None = None,
+    ):
         self.paths, self.catalog, self.dtype, self.ends = params.paths, catalog, dtype, ends
+        self.text_digest = text_digest
         self.store = open_store(params)
 
     def export(
@@ -99,6 +110,7 @@ class Exporter:
             step=session.step,
             parent=session.parent,
             config=session.opened.config,
+            text_digest=self.text_digest,
         )
 
     def _directory(
