@@ -31,7 +31,8 @@ DIGITS = 6
 class Answer:
     """One model's answer to one item; `prompt` is the sha256 of the prompt's text.
 
-    `model` is `base` or `revision`; `digest` is the revision's, empty for the base.
+    `model` is `base` or `revision`; `digest` is the revision's, empty for the base. `rule` is the version of
+    the verifier's rule that gave the score.
     """
 
     item: str
@@ -40,6 +41,7 @@ class Answer:
     digest: str
     answer: str
     score: float
+    rule: int = 1
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,15 @@ def write_evaluation(directory: Path, suite: "Suite", base: "Score", revision: "
     """Write both files into `directory`."""
     prompts = {item.id: item.prompt_digest for item in suite.items}
     rows = [
-        Answer(item.item, prompts[item.item], model, score.digest or "", item.answer, item.score)
+        Answer(
+            item.item,
+            prompts[item.item],
+            model,
+            score.digest or "",
+            item.answer,
+            item.score,
+            suite.rule_version,
+        )
         for model, score in ((BASE, base), (REVISION, revision))
         for item in score.items
     ]
@@ -108,8 +118,8 @@ def read_evaluation(directory: Path) -> Evaluation:
 def compare(ours: Evaluation, other: Evaluation, tolerance: float) -> list[dict[str, Any]]:
     """Return a row for each model: both scores, their difference, and the share of equal answers.
 
-    Raises `ConfigError` when the items differ, `GraftworkError` when a mean score differs by more than
-    `tolerance`.
+    Raises `ConfigError` when the items or the rules differ, `GraftworkError` when a mean differs by more
+    than `tolerance`.
     """
     rows = []
     for model in (BASE, REVISION):
@@ -117,6 +127,11 @@ def compare(ours: Evaluation, other: Evaluation, tolerance: float) -> list[dict[
         if [row.prompt for row in mine] != [row.prompt for row in theirs]:
             raise ConfigError(
                 "The two evaluations have different items. Compare evaluations of one suite version."
+            )
+        if {row.rule for row in mine} != {row.rule for row in theirs}:
+            raise ConfigError(
+                "The two evaluations were judged by two versions of the verifier's rule. Run `dvc repro` in "
+                "both with one version of Graftwork."
             )
         scores = (ours.metrics[model]["score"], other.metrics[model]["score"])
         equal = sum(a.answer == b.answer for a, b in zip(mine, theirs, strict=True))
@@ -157,6 +172,11 @@ def record(params: Params, directory: Path, evaluation: Evaluation) -> int:
         if [row.prompt for row in rows] != prompts or {row.digest for row in rows} != {digest}:
             raise ConfigError(
                 f"{directory / ITEMS} does not match the revision and the suite beside it. Run `dvc repro`."
+            )
+        if {row.rule for row in rows} != {suite.rule_version}:
+            raise ConfigError(
+                f"{directory / ITEMS} was judged by another version of the verifier's rule than "
+                f"{suite.rule_version}, which this code has. Run `dvc repro`."
             )
         items = tuple(ItemScore(row.item, row.score, row.answer) for row in rows)
         emit_scores(params, manifest.base_digest, manifest.policy, digest or None, suite, items)

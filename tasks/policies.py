@@ -28,7 +28,8 @@ from engine.errors import ConfigError, Conflict, NotFound
 from engine.problems.general_text import GENERAL
 from engine.problems.jsonl import Check, Import, import_file, prompt_hash, read_rows
 from engine.problems.procedural import Problem
-from engine.problems.verifiers import NUMBER, Verifier, foreign_reference
+from engine.problems.verifiers import Verifier, foreign_reference
+from engine.problems.written_numbers import bare_number
 from engine.services import lifecycle as services
 from engine.settings.model import explain
 from engine.settings.own_functions import load_own, refuse_unlisted
@@ -39,6 +40,9 @@ from tasks.suites import Suite, freeze, load_suite
 
 TRAINING = "train.jsonl"
 LOCK_S = 60
+NOTHING = (
+    "The expected answer is empty, so a text that says nothing would be right. Write it, or drop the line."
+)
 WRITER = "graftwork policy create"
 README = """\
 # {name}
@@ -161,11 +165,20 @@ def _settings(
 def check_for(verifier: str) -> Check:
     """Return a function that says why an expected answer does not fit the verifier; None when it fits."""
 
+    def exact(answer: str) -> str | None:
+        return None if answer.strip() else NOTHING
+
     def numeric(answer: str) -> str | None:
-        found = NUMBER.fullmatch(answer.strip())
-        return None if found else f"The verifier numeric needs a number as answer, not {answer[:40]!r}."
+        if bare_number(answer) is not None:
+            return None
+        return (
+            f"The verifier numeric needs one number as answer, not {answer[:40]!r}. Write it without unit or "
+            "percent sign, and with a point before its decimals: 1234.5, -7, 1/2 or 1.5e-3."
+        )
 
     def regex(answer: str) -> str | None:
+        if not answer.strip():
+            return NOTHING
         try:
             re.compile(answer)
         except re.error as error:
@@ -184,7 +197,9 @@ def check_for(verifier: str) -> Check:
             return f"The schema refers to {reference!r}. Nothing is fetched: put it into the schema's $defs."
         return None
 
-    checks: dict[str, Check] = {"numeric": numeric, "regex": regex, "json-schema": json_schema}
+    checks: dict[str, Check] = {
+        "exact": exact, "numeric": numeric, "regex": regex, "json-schema": json_schema
+    }  # fmt: skip
     return checks.get(verifier, lambda answer: None)
 
 
@@ -218,7 +233,7 @@ def _write(
     fitting = set(fitting_settings(base_config(params.base, params.paths)))
     own |= config.model_dump(mode="json", include=fitting, exclude_unset=True)
     (draft / "policy.yaml").write_text(yaml.safe_dump(own, sort_keys=True))
-    version = int(suite.version)
+    version = suite.items_version
     changed = not _same(target, draft, suite, before)
     if changed:
         _write_readme(target, draft / name, name, config, source, found, version)
@@ -247,7 +262,7 @@ def _freeze(
 
     rule = {key: getattr(config, key) for key in ("verifier", "verifier_timeout_s", "max_tokens")}
     problems = [Problem(name, row.question, row.answer) for row in found.frozen]
-    version = int(before.version) if before else 1
+    version = before.items_version if before else 1
     suite = freeze(name, name, rule, problems, prompt, version, config.max_tokens, draft, WRITER)
     if before and (suite.digest, dict(suite.rule)) != (before.digest, dict(before.rule)):
         # Scores of other items, or by another rule, cannot be compared: a new version.

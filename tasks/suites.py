@@ -2,7 +2,8 @@
 
 A suite is a directory under `eval_suites/`: lm-eval's YAML, `items.jsonl` (an item on each line: question,
 answer, and the prompt as the chat template renders it) and a README with a change log. The YAML has the
-items' version and digest, so that a score cannot come from other items than those of its version.
+items' version and digest, so that a score cannot come from other items than those of its version. The version
+of the verifier's rule follows behind a point: scores by two versions of a rule are never compared.
 `python -m tasks.suites` writes the suites of the policies in `params.yaml`.
 """
 
@@ -23,7 +24,7 @@ from engine.base.prompts import prompt_text, tokenizer_of
 from engine.base.resident import ensure_base
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.problems.procedural import Problem, stream
-from engine.problems.verifiers import Verifier
+from engine.problems.verifiers import RULES, Verifier
 from engine.settings.params import load_params
 from engine.settings.policies import PolicyConfig
 
@@ -76,7 +77,10 @@ class Item:
 
 @dataclass(frozen=True)
 class Suite:
-    """An opened suite; `digest` is the sha256 of its items file, `rule` how answers are judged."""
+    """An opened suite; `digest` is the sha256 of its items file, `rule` how answers are judged.
+
+    `version` is that of the items, such as `3`, and of the rule where it has changed since its first: `3.2`.
+    """
 
     name: str
     version: str
@@ -85,6 +89,21 @@ class Suite:
     digest: str
     directory: Path
     items: tuple[Item, ...]
+
+    @property
+    def items_version(self) -> int:
+        """Return the version of the items alone, which the suite's YAML has."""
+        return int(self.version.partition(".")[0])
+
+    @property
+    def rule_version(self) -> int:
+        """Return the version of the rule by which this code judges the answers."""
+        return rule_version(self.rule)
+
+
+def rule_version(rule: Mapping[str, Any]) -> int:
+    """Return the version of a rule's verifier in `RULES`."""
+    return RULES.get(rule.get("verifier", ""), 1)
 
 
 def load_suite(name: str, root: Path = SUITES) -> Suite:
@@ -105,8 +124,9 @@ def load_suite(name: str, root: Path = SUITES) -> Suite:
             f"{meta['digest'][:12]}. Restore {directory / ITEMS}, or freeze a new version."
         )
     items = tuple(Item(**json.loads(line)) for line in content.decode().splitlines())
-    version = str(meta["version"])
     rule = {key: meta[key] for key in RULE if key in meta}
+    judged = rule_version(rule)
+    version = f"{meta['version']}.{judged}" if judged > 1 else str(meta["version"])
     return Suite(name, version, meta["problems"], rule, found, directory, items)
 
 

@@ -160,5 +160,5 @@ def reward(contract: str, problem: Problem, text: str) -> float:
         return float(text.strip() == expected)
     try:
         return float(json.loads(text) == json.loads(expected))
-    except ValueError:
+    except (ValueError, RecursionError):
         return 0.0

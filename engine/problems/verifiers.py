@@ -3,30 +3,36 @@
 `contract`, `exact` and `numeric` are quick and run in this process. `regex`, `json-schema` and
 `python:MODULE:FUNC` may never end, so they run in a process with a clean environment and a time limit
 for each answer; a hanging process is killed and restarted. A verifier that raises, hangs, or returns anything
-but a number in [0, 1] gives 0 and is counted. It never ends a run.
+but a number in [0, 1] gives 0 and is counted. It never ends a run. `RULES` has the versions of what is right.
 """
 
 import json
-import math
 import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import threading
+import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
 from engine.problems.procedural import Problem, reward
+from engine.problems.written_numbers import are_equal, bare_number, last_number
 from engine.settings.own_functions import load_own
 from engine.settings.policies import PolicyConfig
 
-NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
-TOLERANCE = 1e-6
+# A rule that judges answers otherwise than before gets the next version. It is a part of its suites' version,
+# so that scores by two rules are never compared. Version 1 is not listed.
+RULES = {"exact": 2, "numeric": 2, "regex": 2, "json-schema": 2}
+# What float sums add to a score: as much beside 0 or 1 is 0 or 1, and two rewards as far apart are equal.
+ROUNDING = 1e-6
 START_S = 30.0
 # A verifier's process starts with these variables alone, not with the passwords of this one.
 ENVIRONMENT = {
@@ -41,37 +47,62 @@ FAULTS = ("raised", "returned", "timeout", "died", "unloaded")
 Judge = Callable[[str, str, str], Any]  # question, expected answer, text
 
 
+def same_spelling(text: str) -> str:
+    """Return a text in Unicode's composed form (NFC), without surrounding white space."""
+    return unicodedata.normalize("NFC", text).strip()
+
+
 def exact(_question: str, expected: str, text: str) -> bool:
-    """Say whether the text equals the expected one, up to surrounding white space."""
-    return text.strip() == expected.strip()
+    """Say whether the text is the expected one in `same_spelling`."""
+    return same_spelling(text) == same_spelling(expected)
 
 
 def numeric(_question: str, expected: str, text: str) -> bool:
-    """Say whether the last number in the text equals the expected one within a relative 1e-6."""
-    found = NUMBER.findall(text)
-    wanted = float(expected.replace(",", ""))
-    return bool(found) and math.isclose(float(found[-1].replace(",", "")), wanted, rel_tol=TOLERANCE)
+    """Say whether the last number in the text is the expected one, as `written_numbers` reads both.
+
+    Raises `ValueError` when the expected answer is not one number.
+    """
+    wanted = bare_number(expected)
+    if wanted is None:
+        raise ValueError(f"{expected!r} is not one number")
+    return any(are_equal(found, wanted) for found in last_number(text))
 
 
 def regex(_question: str, expected: str, text: str) -> bool:
-    """Say whether the pattern `expected` matches the whole text, up to surrounding white space."""
-    return re.fullmatch(expected, text.strip()) is not None
+    """Say whether the pattern `expected` matches the whole text, both in Unicode's composed form (NFC)."""
+    return re.fullmatch(unicodedata.normalize("NFC", expected), same_spelling(text)) is not None
 
 
 def json_schema(_question: str, expected: str, text: str) -> bool:
     """Say whether the text is JSON that satisfies the schema `expected`.
 
-    Raises `Unresolvable` for a reference out of the schema: no file and no URL is read.
+    Text with NaN, Infinity or one key twice is not JSON here. Raises `Unresolvable` for a reference out of
+    the schema: no file and no URL is read.
     """
     from jsonschema.validators import validator_for
     from jsonschema_specifications import REGISTRY
 
     try:
-        value = json.loads(text)
-    except ValueError:
+        value = json.loads(
+            unicodedata.normalize("NFC", text),
+            parse_constant=_no_constant,
+            object_pairs_hook=_without_doubles,
+        )
+    except (ValueError, RecursionError):
         return False
-    schema = json.loads(expected)
+    schema = json.loads(unicodedata.normalize("NFC", expected))
     return bool(validator_for(schema)(schema, registry=REGISTRY).is_valid(value))
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is given twice")
+    return found
 
 
 def foreign_reference(schema: Any) -> str | None:
@@ -162,12 +193,25 @@ class Verifier:
 
 
 def number(value: Any) -> tuple[float, str | None]:
-    """Return a verifier's value as a score, and its fault or None."""
-    if not isinstance(value, (bool, int, float)):
-        return 0.0, f"returned {type(value).__name__}"
-    if not 0 <= value <= 1:
+    """Return a verifier's value as a score, and its fault or None.
+
+    A number is whatever Python, numpy or torch calls one, booleans and arrays without dimensions among them.
+    """
+    kind = type(value).__name__
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    is_number = isinstance(value, (Real, Decimal))
+    if not is_number:
+        return 0.0, f"returned {kind}"
+    if not -ROUNDING <= value <= 1 + ROUNDING:
         return 0.0, "returned out of range"
-    return float(value), None
+    nearest = round(value)
+    return float(nearest if abs(value - nearest) <= ROUNDING else value), None
+
+
+def has_spread(rewards: Sequence[float]) -> bool:
+    """Say whether the rewards of a group differ by more than rounding, so that it teaches something."""
+    return max(rewards) - min(rewards) > ROUNDING
 
 
 class Apart:
@@ -216,7 +260,10 @@ class Apart:
         self._pipe, theirs = multiprocessing.Pipe()
         command = [sys.executable, "-m", "engine.problems.verifier_process", self._kind, str(theirs.fileno())]
         environment = ENVIRONMENT | {"HOME": str(Path.home()), "PYTHONPATH": os.pathsep.join(sys.path)}
-        self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
+        # What a verifier prints goes to the log: the standard output may be a command's JSON.
+        self._process = subprocess.Popen(
+            command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2
+        )
         theirs.close()
         if not self._pipe.poll(START_S):
             self.close()

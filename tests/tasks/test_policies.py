@@ -8,6 +8,7 @@ import pytest
 
 from engine.errors import ConfigError, Conflict
 from engine.problems.jsonl import read_rows
+from engine.problems.verifiers import RULES
 from engine.settings.params import BaseConfig, Params, known_policies, load_params
 from tasks import policies
 from tasks.policies import create_policy, describe
@@ -77,6 +78,24 @@ def test_another_rule_on_the_same_items_is_a_new_version(params: Params, tmp_pat
     assert create_policy(params, "mine", source, "numeric").suite_version == 2
 
 
+def test_the_version_of_a_rule_is_a_part_of_the_suites(
+    params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A suite that was frozen under an older rule opens, and its scores are not those of the older rule."""
+    source = data(tmp_path / "d.jsonl")
+    monkeypatch.setitem(RULES, "numeric", 1)
+    create_policy(params, "mine", source, "numeric")
+    assert load_suite("mine", params.suites_dir).version == "1"
+    monkeypatch.setitem(RULES, "numeric", 2)
+    assert load_suite("mine", params.suites_dir).version == "1.2"
+    assert not create_policy(params, "mine", source, "numeric").changed
+    assert create_policy(params, "mine", data(tmp_path / "d.jsonl", 600), "numeric").suite_version == 2
+    suite = load_suite("mine", params.suites_dir)
+    assert (suite.version, suite.items_version, suite.rule_version) == ("2.2", 2, 2)
+    assert create_policy(params, "own", source, "python:examples.verifier:judge").suite_version == 1
+    assert load_suite("own", params.suites_dir).version == "1"
+
+
 def test_longer_answers_are_a_new_version(params: Params, tmp_path: Path) -> None:
     """What was cut at 24 tokens is not comparable with what may have 200."""
     source = data(tmp_path / "d.jsonl")
@@ -141,6 +160,10 @@ def test_a_question_that_was_frozen_never_becomes_training_data(
         ("mine", "python:nowhere:judge", "{}", {}, "python_modules"),
         ("mine", "python:examples.nowhere:judge", "{}", {}, "cannot be loaded"),
         ("mine", "numeric", "number {}", {}, r"d\.jsonl:1: .*numeric"),
+        ("mine", "numeric", "1,{}", {}, r"d\.jsonl:1: .*'1,0'"),
+        ("mine", "numeric", "{}%", {}, r"d\.jsonl:1: .*percent"),
+        ("mine", "exact", " ", {}, r"d\.jsonl:1: .*empty"),
+        ("mine", "regex", "", {}, r"d\.jsonl:1: .*empty"),
         ("mine", "regex", "({}", {}, r"d\.jsonl:1: .*regular expression"),
         ("mine", "json-schema", '{{"type": {}}}', {}, r"d\.jsonl:1: .*JSON schema"),
         ("mine", "json-schema", '{{"$ref": "file:///etc/passwd"}}', {}, r"d\.jsonl:1: .*etc/passwd"),

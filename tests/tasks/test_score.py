@@ -7,12 +7,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from engine.errors import NotFound, ServiceError
-from engine.ledger.ledger import Ledger
+from engine.ledger.ledger import Ledger, open_snapshot
+from engine.ledger.queries import latest_scores
 from engine.problems.procedural import Problem, render, reward
+from engine.problems.verifiers import RULES
 from engine.settings.params import BaseConfig, Params
 from engine.settings.services import EngineConfig
 from tasks.score import score
-from tasks.suites import build_suite, load_suite
+from tasks.suites import build_suite, freeze, load_suite
 
 BASE, DIGEST, KEY = "b" * 64, "d" * 64, "gw-" + "0" * 40
 
@@ -153,6 +155,23 @@ def test_the_base_is_scored_once_for_all_policies_and_apart_from_revisions(serve
     assert score(params, "other", None, "sums", KEY, root=suites).items == base.items
     assert score(params, "other", None, "sums", KEY, root=suites).reused
     assert not score(params, "arithmetic", DIGEST, "sums", KEY, root=suites).reused
+
+
+def test_scores_by_an_older_rule_are_not_those_of_the_suite(serve, tmp_path, monkeypatch):
+    root, problems = tmp_path / "suites", [Problem("own", f"What is {n}?", str(n)) for n in range(3)]
+    freeze("own", "own", {"verifier": "numeric"}, problems, "<{}>".format, 1, 32, root)
+    params = settings(tmp_path, serve(lambda model, prompt: "1"))
+    monkeypatch.setitem(RULES, "numeric", 1)
+    assert score(params, "mine", DIGEST, "own", KEY, root=root).suite_version == "1"
+    ingest(params)
+    assert score(params, "mine", DIGEST, "own", KEY, root=root).reused
+    monkeypatch.setitem(RULES, "numeric", 2)
+    newer = score(params, "mine", DIGEST, "own", KEY, root=root)
+    assert (newer.suite_version, newer.reused) == ("1.2", False)
+    assert ingest(params) == 3
+    with open_snapshot(params.paths.ledger_snapshot) as ledger:
+        rows = latest_scores(ledger, BASE, "mine", "own", DIGEST)
+    assert {(row.version, row.is_newest) for row in rows} == {("1", False), ("1.2", True)}
 
 
 def test_an_unknown_suite_lists_the_known_ones(suites, tmp_path):

@@ -19,6 +19,7 @@ from engine.base.resident import base_digest
 from engine.catalog.catalog import Catalog, Policy
 from engine.errors import AdapterError, BaseModelError, ConfigError, Conflict, GraftworkError, NotFound
 from engine.ledger.ledger import Ledger, open_snapshot
+from engine.problems.verifiers import RULES
 from engine.publishing.importing import directory_from_store, import_revision
 from engine.security.credentials import logins
 from engine.services import lifecycle as services
@@ -384,7 +385,7 @@ def test_metrics_hold_scores_and_counts_in_fixed_order(suite, tmp_path):
     first = json.loads(lines[10])
     assert first == {
         "answer": "<0.0>\n\u2028", "digest": "d" * 64, "item": "0000", "model": "revision",
-        "prompt": suite.items[0].prompt_digest, "score": 0.0,
+        "prompt": suite.items[0].prompt_digest, "rule": 1, "score": 0.0,
     }  # fmt: skip
 
 
@@ -411,6 +412,20 @@ def test_compare_refuses_other_items(suite, tmp_path):
     others = build_suite("sums", "addition", "terse", "[{}]".format, count=10, root=tmp_path / "other-suites")
     with pytest.raises(ConfigError, match="different items"):
         evaluation.compare(ours, evaluated(tmp_path / "there", others, [1.0] * 10), 1.0)
+
+
+def test_scores_by_two_versions_of_a_rule_are_never_compared(suite, tmp_path, monkeypatch):
+    old = evaluated(tmp_path / "here", suite, [1.0] * 10)
+    monkeypatch.setitem(RULES, "numeric", 2)
+    newer = replace(suite, rule={"verifier": "numeric"})
+    new = evaluated(tmp_path / "there", newer, [1.0] * 10)
+    with pytest.raises(ConfigError, match="two versions of the verifier's rule"):
+        evaluation.compare(old, new, 1.0)
+    assert evaluation.compare(new, new, 1.0)
+    # Files of before name no rule: it was the first version.
+    items = tmp_path / "here" / "items.jsonl"
+    items.write_text(items.read_text().replace('"rule": 1, ', ""))
+    assert evaluation.compare(old, evaluation.read_evaluation(tmp_path / "here"), 0.0)
 
 
 def test_files_that_are_no_evaluation_are_refused(suite, tmp_path):
@@ -466,6 +481,9 @@ def test_recording_twice_is_once_and_only_for_what_lies_beside_it(checkout, tiny
     assert sorted(rows, key=str) == [("sums", digest, 24, 24.0), (None, None, 24, 0.0)]
     evaluation.write_evaluation(root, suite, base, scored(suite, "e" * 64, [1.0] * 24))
     with pytest.raises(ConfigError, match="suite beside it"):
+        evaluation.record(params, root, evaluation.read_evaluation(root))
+    evaluation.write_evaluation(root, replace(suite, rule={"verifier": "numeric"}), base, tuned)
+    with pytest.raises(ConfigError, match="another version of the verifier's rule"):
         evaluation.record(params, root, evaluation.read_evaluation(root))
 
 

@@ -4,13 +4,18 @@ import json
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from engine.errors import ConfigError
 from engine.problems.procedural import Problem
-from engine.problems.verifiers import FAULTS, Verifier, foreign_reference, load_judge
+from engine.problems.verifiers import FAULTS, Verifier, foreign_reference, has_spread, load_judge, number
 from engine.settings.policies import PolicyConfig
 
 MODULE = """
@@ -22,6 +27,7 @@ def raises(question, answer, text): raise KeyError("no")
 def hangs(question, answer, text): time.sleep(600) if text == "hang" else None; return 1
 def word(question, answer, text): return "yes"
 def much(question, answer, text): return 7
+def prints(question, answer, text): print("noise", input() if text == "ask" else ""); return 1
 def odd(question, answer, text): return float("nan")
 def dies(question, answer, text): os._exit(3)
 def told(question, answer, text): return float(answer in open("/proc/self/environ").read() + str(os.environ))
@@ -53,6 +59,13 @@ def judged(kind: str, answer: str, *texts: str, timeout_s: float = 5) -> tuple[l
     ("kind", "answer", "right", "wrong"),
     [
         ("exact", "42", ["42", " 42\n"], ["042", "42.", "", "It is 42"]),
+        ("exact", "caf\u00e9", ["caf\u00e9", "cafe\u0301"], ["cafe", "Caf\u00e9"]),
+        ("exact", "cafe\u0301", ["caf\u00e9"], ["cafe"]),
+        ("regex", "caf[\u00e9]", ["cafe\u0301"], ["cafe"]),
+        ("json-schema", '{"const": "caf\u00e9"}', ['"cafe\u0301"'], ['"cafe"']),
+        ("json-schema", '{"type": "number"}', ["1", "1e2"], ["NaN", "Infinity", "-Infinity"]),
+        ("json-schema", '{"type": "object"}', ['{"a": 1, "b": {"a": 2}}'], ['{"a": 1, "a": 2}']),
+        ("json-schema", '{"type": "array"}', ["[[]]"], ["[" * 100_000]),
         (
             "numeric",
             "1,234.5",
@@ -67,6 +80,75 @@ def judged(kind: str, answer: str, *texts: str, timeout_s: float = 5) -> tuple[l
 )
 def test_what_is_right(kind: str, answer: str, right: list[str], wrong: list[str]) -> None:
     assert judged(kind, answer, *right, *wrong) == ([1.0] * len(right) + [0.0] * len(wrong), {})
+
+
+@pytest.mark.parametrize(
+    ("value", "score"),
+    [
+        (np.True_, 1.0),
+        (np.bool_(False), 0.0),
+        (np.float32(0.5), 0.5),
+        (np.float64(0.5), 0.5),
+        (np.int64(1), 1.0),
+        (np.array(0.25), 0.25),
+        (torch.tensor(0.5, requires_grad=True), 0.5),
+        (torch.tensor(True), 1.0),
+        (torch.tensor(1, dtype=torch.bfloat16), 1.0),
+        (Fraction(1, 2), 0.5),
+        (Decimal("0.25"), 0.25),
+        (0.2 + 0.4 + 0.3 + 0.1, 1.0),
+        (0.7 + 0.1 + 0.2, 1.0),
+        (1 + 1e-6, 1.0),
+        (-1e-7, 0.0),
+        (np.float32(1) + np.finfo(np.float32).eps, 1.0),
+        (1e-5, 1e-5),
+        (1 - 1e-5, 1 - 1e-5),
+    ],
+)
+def test_what_is_a_number_is_a_score(value: Any, score: float) -> None:
+    found, fault = number(value)
+    assert (type(found), found, fault) == (float, score, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        (None, "returned NoneType"),
+        ("1", "returned str"),
+        ([1.0], "returned list"),
+        (1j, "returned complex"),
+        (np.array([1.0]), "returned ndarray"),
+        (torch.tensor([1.0]), "returned Tensor"),
+        (torch.tensor(1j), "returned Tensor"),
+        (np.str_("1"), "returned str_"),
+        (1.001, "returned out of range"),
+        (-0.1, "returned out of range"),
+        (10**400, "returned out of range"),
+        (float("nan"), "returned out of range"),
+        (np.float32("inf"), "returned out of range"),
+        (torch.tensor(float("nan")), "returned out of range"),
+    ],
+)
+def test_what_is_no_number_is_a_fault(value: Any, fault: str) -> None:
+    assert number(value) == (0.0, fault)
+
+
+def test_rewards_that_differ_by_rounding_are_equal() -> None:
+    assert not has_spread([0.1 + 0.2, 0.3])
+    assert has_spread([0.3, 0.30001])
+
+
+def test_an_expected_answer_that_is_no_number_is_a_fault_and_not_a_guess() -> None:
+    """Data that was accepted before: 1,2 was read as 12."""
+    assert judged("numeric", "1,2", "12", "2") == ([0.0, 0.0], {"raised ValueError": 2})
+
+
+def test_what_a_function_prints_and_asks_is_not_the_commands(
+    module: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A command may write JSON to its standard output, and read a terminal."""
+    assert judged(f"python:{module}:prints", "a", "b", "ask") == ([1.0, 0.0], {"raised EOFError": 1})
+    assert capfd.readouterr().out == ""
 
 
 def test_a_schema_fetches_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,192 @@
+"""Numbers as people write them: the rule of the verifier `numeric`, as docs/concepts.md lists it.
+
+The last thing with digits in a text decides. Where it is a date, a time, a root or arithmetic, nothing is
+read, rather than a part of it. A change of the rule is a new version of it in `RULES` of
+`engine/problems/verifiers.py`.
+"""
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from fractions import Fraction
+
+# More digits, or a larger exponent, are no number that a person writes, and would cost time and memory.
+LONGEST = 300
+# Numbers that are not whole are equal within this share.
+TOLERANCE = Fraction(1, 10**6)
+
+# Minus signs and dashes, spaces inside numbers, and points, commas and operators of other scripts.
+SPELLINGS = str.maketrans(
+    dict.fromkeys("\u2212\u2013\u2010\u2011\u2012\ufe63\uff0d", "-")
+    | dict.fromkeys("\u00a0\u2002\u2003\u2007\u2008\u2009\u200a\u202f\u3000\t~", " ")
+    | dict.fromkeys("\u200b\u2060\ufeff", "")
+    | dict.fromkeys("·⋅∙", "×")
+    | {"＋": "+", "．": ".", "٫": ".", "，": ",", "٬": ",", "％": "%", "⁄": "/", "∕": "/", "’": "'"}
+)
+SUPERSCRIPT = re.compile(r"[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+VULGAR = re.compile(r"(\d?) ?([¼-¾⅐-⅞])")
+INDEX = re.compile(r"([\^_]) ?\{ ?([-+]?\d+) ?\}")
+FRACTION = re.compile(r"(\d?) ?\\[dt]?frac ?(?:\{([^{}]*)\}|(\d)) ?(?:\{([^{}]*)\}|(\d))")
+# Applied in order: LaTeX's spellings, then marks of currency and of Markdown.
+MARKS = tuple(
+    (re.compile(pattern), spelling)
+    for pattern, spelling in (
+        (r"\\[,;: \\]", " "),
+        (r"\\([%$])", r"\1"),
+        (r"\\(?:left|right)(?![A-Za-z])|\\!", ""),
+        (r"\\(?:cdot|times)(?![A-Za-z])", "×"),
+        (r"\\div(?![A-Za-z])", "÷"),
+        (r"\\pm(?![A-Za-z])", "±"),
+        (r"\\pi(?![A-Za-z])", "π"),
+        (r"\\sqrt ?(?:\[[^][]*\])?", "√"),
+        (r"\^ ?\{? ?\\circ", "°"),
+        (r"\\[A-Za-z]+", " "),
+        # What is left of a fraction with braces inside.
+        (r"\} ?\{", "/"),
+        (r"[{}]", ""),
+        (r"(?<=\d)\*\*(?=[-+\d])", "^"),
+        (r"(?<=[A-Za-z])(?:[$€£¥₹`]|\*\*|__)+", " "),
+        (r"[€£¥₹] ?|[$`]|\*\*|__", ""),
+    )
+)
+
+# Thousands by point or space with a decimal comma.
+EUROPEAN = r"[1-9]\d{0,2}(?:(?:\.\d{3}){2,99}(?:,\d+)?|(?:\.\d{3}|(?: \d{3}){1,99}),\d{1,2})(?![.,]?\d)"
+# By comma, space, apostrophe or underscore.
+THOUSANDS = "|".join(
+    rf"{before}[1-9]\d{{0,2}}(?:{mark}\d{{3}}){{1,99}}(?!{mark}?\d)"
+    for mark, before in ((",", ""), (" ", r"(?<!\d )"), ("'", ""), ("_", ""))
+)
+DIGITS = (
+    rf"(?:{EUROPEAN}|(?:{THOUSANDS}|[1-9]\d?(?:,\d\d){{1,9}},\d{{3}}(?!,?\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)"
+)
+NUMBER = (
+    r"(?P<sign>[-+]|\b[Mm]inus |\b[Nn]egative )?"
+    r"(?:(?P<whole>\d+) (?=\d+ ?/ ?\d))?"
+    rf"(?P<digits>{DIGITS})"
+    r"(?:[eE](?P<exponent>[-+]?\d+)|(?: ?[×*]| [xX]) ?10\^(?P<ten>[-+]?\d+))?"
+    r"(?:\^(?P<power>[-+]?\d+))?"
+    rf"(?: ?/ ?(?P<under>[-+]?{DIGITS}))?"
+    r"(?P<scale> ?%| (?:percent|per cent|thousand|million|billion|trillion)\b)?"
+)
+# Names, units and indices have digits and are not numbers: H2O, x_1, m^2, GPT-4.
+WORD = r"(?P<word>(?!(?:[Mm]inus|[Nn]egative) [\d.])[A-Za-z]++(?:[-_^]{0,2}\d+[A-Za-z]*+)*+)"
+# Hexadecimal, times and ratios, dates and versions.
+OTHER = rf"(?P<other>0[xXoObB][\dA-Fa-f]+|\d+(?::\d+)+|(?!{EUROPEAN})\d+(?P<mark>[-/.])\d+(?:(?P=mark)\d+)+)"
+TOKEN = re.compile(f"{WORD}|{OTHER}|{NUMBER}")
+# An operator or a root before a number, and what continues one behind it: it is a part of an expression.
+BEFORE = re.compile(r"(?:[\d)π%] ?[-+×÷*] ?|[A-Za-z] ?[+×÷*] ?|[√±^] ?\(? ?|/ ?)$")
+BEHIND = re.compile(r" ?[π√^]")
+SCALES = {"%": Fraction(1, 100), "percent": Fraction(1, 100), "per cent": Fraction(1, 100)} | {
+    word: Fraction(1000**power)
+    for power, word in enumerate(("thousand", "million", "billion", "trillion"), start=1)
+}
+
+
+def last_number(text: str) -> tuple[Fraction, ...]:
+    """Return how the last number of a text may be read: nothing without one, two values for 50% or 5 million.
+
+    Where the text has a whole `\\boxed{...}`, the last one is the text.
+    """
+    plain = _plain(_boxed(text))
+    found = list(_tokens(plain))
+    return _values(plain, found[-1]) if found else ()
+
+
+def bare_number(text: str) -> Fraction | None:
+    """Return the number that a whole text is; None for other text and for what has two readings."""
+    plain = _plain(_boxed(text)).strip().removesuffix(".")
+    found = list(_tokens(plain))
+    values = _values(plain, found[0]) if len(found) == 1 and found[0].group() == plain else ()
+    return values[0] if len(values) == 1 else None
+
+
+def are_equal(one: Fraction, other: Fraction) -> bool:
+    """Compare whole numbers exactly, others within a relative `TOLERANCE`."""
+    if one.denominator == other.denominator == 1:
+        return one == other
+    return abs(one - other) <= TOLERANCE * max(abs(one), abs(other))
+
+
+def _tokens(plain: str) -> Iterator[re.Match[str]]:
+    return (found for found in TOKEN.finditer(plain) if found["word"] is None)
+
+
+def _boxed(text: str) -> str:
+    """Return what the last `\\boxed{...}` of a text holds, or the text."""
+    start = text.rfind("\\boxed")
+    opening = text.find("{", start)
+    if start < 0 or opening < 0 or text[start + len("\\boxed") : opening].strip():
+        return text
+    depth = 0
+    for at in range(opening, len(text)):
+        depth += (text[at] == "{") - (text[at] == "}")
+        if not depth:
+            return text[opening + 1 : at]
+    return text
+
+
+def _plain(text: str) -> str:
+    """Return a text in the spellings that `TOKEN` knows."""
+    text = text.translate(SPELLINGS).replace("{,}", ",")
+    text = SUPERSCRIPT.sub(lambda found: "^" + _folded(found[0]), text)
+    text = VULGAR.sub(_vulgar, text)
+    text = FRACTION.sub(_fraction, INDEX.sub(r"\1\2", text))
+    for pattern, spelling in MARKS:
+        text = pattern.sub(spelling, text)
+    return text
+
+
+def _vulgar(found: re.Match[str]) -> str:
+    digit, sign = found.groups()
+    return (digit and f"{digit} ") + _folded(sign)
+
+
+def _folded(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).translate(SPELLINGS)
+
+
+def _fraction(found: re.Match[str]) -> str:
+    digit, over, short_over, under, short_under = found.groups()
+    return (digit and f"{digit} ") + f"{over or short_over}/{under or short_under}"
+
+
+def _values(plain: str, found: re.Match[str]) -> tuple[Fraction, ...]:
+    """Return the readings of a token; nothing for one that is not a number or a part of an expression."""
+    before = plain[max(0, found.start() - 4) : found.start()]
+    sign = found["sign"] or ""
+    joint = r"[A-Za-z\d)%]$" if sign in ("-", "+") else r"[\d)%] ?$"
+    is_joined = sign and re.search(joint, before)
+    if found["other"] or is_joined or BEFORE.search(before) or BEHIND.match(plain, found.end()):
+        return ()
+    value = _value(found)
+    if value is None:
+        return ()
+    # A sign with a space is one behind an equals sign alone: elsewhere it begins an item of a list.
+    if sign not in ("", "+") or re.search(r"[=≈] ?- $", before):
+        value = -value
+    scale = (found["scale"] or "").strip()
+    return (value, value * SCALES[scale]) if scale else (value,)
+
+
+def _value(found: re.Match[str]) -> Fraction | None:
+    """Return the value of a token without its sign and scale."""
+    if len(found.group()) > LONGEST:
+        return None
+    exponent, power = int(found["exponent"] or found["ten"] or 0), int(found["power"] or 1)
+    if max(abs(exponent), abs(power) * len(found["digits"])) > LONGEST:
+        return None
+    under, over = _decimal(found["under"] or "1"), _decimal(found["digits"]) * Fraction(10) ** exponent
+    if not under or (not over and power < 0):
+        return None
+    part = over**power / under
+    if found["whole"] is None:
+        return part
+    # Two numbers side by side, such as `3 10/2`, are not a mixed fraction.
+    return int(found["whole"]) + part if part < 1 else None
+
+
+def _decimal(digits: str) -> Fraction:
+    if re.fullmatch(EUROPEAN, digits.lstrip("+-")):
+        digits = digits.replace(".", "").replace(",", ".")
+    return Fraction(re.sub(r"[ ,'_]", "", digits))
