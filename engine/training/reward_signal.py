@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.errors import ConfigError
 from engine.problems.procedural import Problem, render
+from engine.problems.verifiers import has_spread
 from engine.settings.policies import PolicyConfig
 from engine.training.rollout_data import Drawn, Judged
 from engine.training.run import Run
@@ -32,7 +33,7 @@ class TriedGroup:
     @property
     def has_spread(self) -> bool:
         """Say whether the rewards differ, so that the group has a gradient."""
-        return self.rewards is not None and min(self.rewards) < max(self.rewards)
+        return self.rewards is not None and has_spread(self.rewards)
 
     def row(self) -> dict[str, str]:
         """Return the group as a row of a table, with its best answer."""

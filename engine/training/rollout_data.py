@@ -18,7 +18,7 @@ from typing import Any
 
 from engine.base.prompts import prompt_ids
 from engine.problems.procedural import Problem, stream
-from engine.problems.verifiers import Verifier
+from engine.problems.verifiers import Verifier, has_spread
 from engine.settings.params import content_hash, served_name
 from engine.settings.policies import PolicyConfig
 from engine.threads import background
@@ -187,7 +187,7 @@ class Judged:
     @property
     def teaching(self) -> list[bool]:
         """Say for each group whether its samples differ in reward; without spread all advantages are zero."""
-        return [rewards is not None and min(rewards) < max(rewards) for rewards in self.rewards]
+        return [rewards is not None and has_spread(rewards) for rewards in self.rewards]
 
     def plus(self, other: "Judged") -> "Judged":
         """Return these rewards and those of `other`."""
@@ -200,7 +200,7 @@ class Judged:
         return {
             "reward": fmean(every) if every else None,
             "reward_std": pstdev(every) if every else None,
-            "zero_spread": fmean(min(rewards) == max(rewards) for rewards in sound) if sound else None,
+            "zero_spread": fmean(not has_spread(rewards) for rewards in sound) if sound else None,
             "verifier_errors": self.errors.total(),
             "verifier_faults": dict(self.errors),
         }

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from engine.errors import ConfigError
+from engine.problems.verifiers import ROUNDING
 from engine.settings.own_functions import load_own
 
 
@@ -221,8 +222,11 @@ def group_advantages(rewards_PG: Tensor, by_spread: bool = True, eps: float = 1e
 
     With `by_spread` it is divided by the group's standard deviation plus `eps`: DeepSeekMath (arXiv
     2402.03300), section 4.1.2, outcome supervision. Without: Dr. GRPO (arXiv 2503.20783), section 3.2.
+    A group without spread has zeros: the mean of equal rewards differs from them by its rounding, and Adam
+    would make a whole step of that.
     """
-    centred_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
+    is_flat_P = rewards_PG.amax(dim=1) - rewards_PG.amin(dim=1) <= ROUNDING
+    centred_PG = (rewards_PG - rewards_PG.mean(dim=1, keepdim=True)).masked_fill(is_flat_P[:, None], 0.0)
     if not by_spread:
         return centred_PG
     return centred_PG / (rewards_PG.std(dim=1, keepdim=True, correction=0) + eps)

@@ -9,6 +9,7 @@ import torch
 
 from engine.errors import ConfigError
 from engine.settings.losses import LOSS_SETTINGS
+from engine.settings.policies import PolicyConfig
 from engine.training.loss.grpo import (
     LOSSES,
     Tokens,
@@ -17,7 +18,8 @@ from engine.training.loss.grpo import (
     loss_of,
 )
 from engine.training.model.objective import Objective
-from engine.training.rollout_data import Judged
+from engine.training.rollout_data import Drawn, Judged, Sampler, build_data
+from engine.training.rollouts import Sample
 
 # A group of two answers of two tokens each. Ratios trainer/sampler 1.5, 0.9 and 0.5, 1.1; advantages 1, -1.
 RATIO = torch.tensor([1.5, 0.9, 0.5, 1.1])
@@ -56,6 +58,34 @@ def test_a_group_that_agrees_teaches_nothing():
     rewards = [[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]]
     assert Judged(rewards, Counter()).teaching == [False, False, True]
     assert torch.equal(group_advantages(torch.tensor(rewards))[:2], torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 6, 7, 8, 10, 12, 16, 31])
+@pytest.mark.parametrize("by_spread", [True, False])
+def test_equal_rewards_give_exact_zeros(size: int, by_spread: bool):
+    """The float32 mean of equal numbers is not the number; Adam makes a whole step of the difference."""
+    rewards = [[tenth / 10] * size for tenth in range(11)]
+    rounded = [[0.1 + 0.2, *[0.3] * (size - 1)], [1 / 3] * size]
+    found = group_advantages(torch.tensor([*rewards, *rounded, [1.0, *[0.0] * (size - 1)]]), by_spread)
+    assert torch.equal(found[:-1], torch.zeros(13, size))
+    assert found[-1].all()
+
+
+@pytest.mark.parametrize("loss", [name for name, rule in LOSSES.items() if rule.sampled])
+@pytest.mark.parametrize("size", [3, 7, 12])
+def test_where_all_groups_agree_no_loss_has_a_gradient_and_that_is_seen(loss: str, size: int):
+    answer = Sample((4, 5), (-1.0, -2.0), "x", False)
+    config = PolicyConfig(task="addition", suite="s", group_size=size).model_copy(update={"loss": loss})
+    for tenth in range(1, 10):
+        drawn = Drawn(Sampler(0, None), (), ((1, 2),), ((answer,) * size,), 0, 0.0)
+        judged = Judged([[tenth / 10] * size], Counter())
+        data, kept = build_data(drawn, judged, config)
+        given = [datum.loss_fn_inputs["advantages"].data[-2:] for datum in data]
+        assert (kept, given, judged.row()["zero_spread"]) == (0, [[0.0, 0.0]] * size, 1)
+    settings = {"budget": 2} if loss == "dr_grpo" else {}
+    tokens = group(loss=loss, advantage=torch.tensor([*given[0], *given[1]]), ratio=torch.ones(4), **settings)
+    value(loss, tokens, **settings).backward()
+    assert not tokens.new_T.grad.any()
 
 
 def test_dapo_by_hand():
