@@ -64,7 +64,7 @@ NUMBER = (
     r"(?P<sign>[-+]|\b[Mm]inus |\b[Nn]egative )?"
     r"(?:(?P<whole>\d+) (?=\d+ ?/ ?\d))?"
     rf"(?P<digits>{DIGITS})"
-    r"(?:[eE](?P<exponent>[-+]?\d+)|(?: ?[×*]| [xX]) ?10\^(?P<ten>[-+]?\d+))?"
+    r"(?:[eE](?P<exponent>[-+]?\d+)| ?[×*xX] ?10\^(?P<ten>[-+]?\d+))?"
     r"(?:\^(?P<power>[-+]?\d+))?"
     rf"(?: ?/ ?(?P<under>[-+]?{DIGITS}))?"
     r"(?P<scale> ?%| (?:percent|per cent|thousand|million|billion|trillion)\b)?"
@@ -75,8 +75,8 @@ WORD = r"(?P<word>(?!(?:[Mm]inus|[Nn]egative) [\d.])[A-Za-z]++(?:[-_^]{0,2}\d+[A
 OTHER = rf"(?P<other>0[xXoObB][\dA-Fa-f]+|\d+(?::\d+)+|(?!{EUROPEAN})\d+(?P<mark>[-/.])\d+(?:(?P=mark)\d+)+)"
 TOKEN = re.compile(f"{WORD}|{OTHER}|{NUMBER}")
 # An operator or a root before a number, and what continues one behind it: it is a part of an expression.
-BEFORE = re.compile(r"(?:[\d)π%] ?[-+×÷*] ?|[A-Za-z] ?[+×÷*] ?|[√±^] ?\(? ?|/ ?)$")
-BEHIND = re.compile(r" ?[π√^]")
+BEFORE = re.compile(r"(?:[\d)π%] ?[-+×÷*xX] ?|[A-Za-z] ?[+×÷*] ?|[√±^] ?\(? ?|/ ?)$")
+BEHIND = re.compile(r" ?(?:[π√^]|[xX]\d)")
 SCALES = {"%": Fraction(1, 100), "percent": Fraction(1, 100), "per cent": Fraction(1, 100)} | {
     word: Fraction(1000**power)
     for power, word in enumerate(("thousand", "million", "billion", "trillion"), start=1)
