@@ -15,10 +15,12 @@ from typing import Any
 
 from prefect import flow
 
+from engine.base.prompts import messages_of
 from engine.errors import ServiceError
 from engine.settings.forms import AdaptForm, ReleaseForm
 from engine.settings.own_functions import refuse_unlisted
 from engine.settings.params import Params
+from engine.settings.policies import PolicyConfig
 from engine.threads import background, in_parallel
 from flows.adapt import adapt
 from flows.display import print_stage
@@ -149,7 +151,7 @@ async def come_in(
                 if leave.is_set():
                     break
                 await waiting.acquire()
-                user = asyncio.create_task(ask(client, policy, config.max_tokens, verifier, problem))
+                user = asyncio.create_task(ask(client, policy, config, verifier, problem))
                 user.add_done_callback(lambda _: waiting.release())
                 crowd.append(user)
                 following = max(following + 1 / per_second, time.monotonic() - 1)
@@ -157,15 +159,15 @@ async def come_in(
             answered += await asyncio.gather(*crowd)
 
 
-async def ask(client: Any, policy: str, max_tokens: int, verifier: Any, problem: Any) -> str:
-    """Be one user: ask, judge the answer, send the reward; return the request's id."""
+async def ask(client: Any, policy: str, config: PolicyConfig, verifier: Any, problem: Any) -> str:
+    """Be one user: ask as in training, judge the answer, send the reward; return the request's id."""
     from openai import APIError
 
     try:
         answer = await client.chat.completions.create(
             model=policy,
-            messages=[{"role": "user", "content": problem.question}],
-            max_tokens=max_tokens,
+            messages=messages_of(problem.asked, config.system, config.few_shot),
+            max_tokens=config.max_tokens,
             temperature=0,
             user=f"user-{uuid.uuid4()}",
         )

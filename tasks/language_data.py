@@ -18,8 +18,9 @@ import yaml
 
 from engine.base.prompts import prompt_text, tokenizer_of
 from engine.base.resident import ensure_base
-from engine.problems.jsonl import JsonlRow, prompt_hash
+from engine.problems.jsonl import prompt_hash
 from engine.problems.procedural import Problem
+from engine.problems.rows import Asked, JsonlRow
 from engine.settings.params import load_params
 from tasks.suites import freeze
 
@@ -128,7 +129,7 @@ ROWS: dict[str, Rows] = {"facts": facts, "extraction": extraction, "instructions
 
 
 def write_policy(
-    name: str, rows: Rows, rule: dict[str, Any], root: Path, prompt: Callable[[str], str]
+    name: str, rows: Rows, rule: dict[str, Any], root: Path, prompt: Callable[[Asked], str]
 ) -> None:
     """Write a policy's training rows and its frozen suite under `root`; no question comes twice."""
     training, frozen = (

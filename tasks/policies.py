@@ -28,6 +28,7 @@ from engine.errors import ConfigError, Conflict, NotFound
 from engine.problems.general_text import GENERAL
 from engine.problems.jsonl import Check, Import, import_file, prompt_hash, read_rows
 from engine.problems.procedural import Problem
+from engine.problems.rows import Asked
 from engine.problems.verifiers import Verifier, foreign_reference
 from engine.problems.written_numbers import bare_number
 from engine.services import lifecycle as services
@@ -35,6 +36,7 @@ from engine.settings.model import explain
 from engine.settings.own_functions import load_own, refuse_unlisted
 from engine.settings.params import POLICY_NAME, Params, policy_file
 from engine.settings.policies import PolicyConfig
+from tasks.prompt_limits import PromptLimits
 from tasks.purged_names import reuse_purged_name
 from tasks.suites import Suite, freeze, load_suite
 
@@ -82,7 +84,7 @@ def create_policy(
     on_progress: Callable[[int], None] = lambda lines: None,
     reuse_name: bool = False,
 ) -> Created:
-    """Create the policy `name` from the JSONL file `data`, or update it with newer data or settings.
+    """Create the policy `name` from a file that `readers` takes, or update it with newer data or settings.
 
     Raises `ConfigError` for an invalid name, setting, line, loss or verifier, and `Conflict` when the name
     is another owner's, or was purged and `reuse_name` is False.
@@ -100,8 +102,12 @@ def create_policy(
         _recover(params.suites_dir / name)
         # Another process may have taken the name since.
         _refuse_taken(params, name, owner, base)
-        found = import_file(data, Path(draft) / TRAINING, items, check_for(verifier), on_progress)
-        created = _write(params, name, config, found, Path(draft), data)
+        tokenizer = tokenizer_of(ensure_base(params.base, params.paths).path)
+        limits = PromptLimits(params, config, tokenizer, data)
+        check, training = check_for(verifier), Path(draft) / TRAINING
+        found = import_file(data, training, items, check, on_progress, verifier, limits.add)
+        limits.refuse()
+        created = _write(params, name, config, found, Path(draft), data, tokenizer)
     _register(params, name)
     return created
 
@@ -160,6 +166,18 @@ def _settings(
         refuse_unlisted("loss", config.loss, params.python_modules)
         load_own("loss", config.loss, "tokens, options")
     return config
+
+
+def worked_examples(source: Path) -> list[dict[str, str]]:
+    """Return the questions and answers of a file, in its order; `ConfigError` for a chat."""
+    shown = []
+    for number, row in read_rows(source):
+        if row.messages:
+            raise ConfigError(
+                f"{source}:{number} is a chat. A worked example is one question and its answer."
+            )
+        shown.append({"question": row.question, "answer": row.answer})
+    return shown
 
 
 def check_for(verifier: str) -> Check:
@@ -222,11 +240,17 @@ def _own(params: Params, name: str) -> dict[str, Any]:
 
 
 def _write(
-    params: Params, name: str, config: PolicyConfig, found: Import, draft: Path, source: Path
+    params: Params,
+    name: str,
+    config: PolicyConfig,
+    found: Import,
+    draft: Path,
+    source: Path,
+    tokenizer: Any,
 ) -> Created:
     target = params.suites_dir / name
     before = _suite_before(name, params.suites_dir)
-    suite = _freeze(params, name, config, found, draft, before)
+    suite = _freeze(tokenizer, name, config, found, draft, before)
     _refuse_leaks(draft / TRAINING, suite, before)
     own = config.model_dump(mode="json", exclude_defaults=True) | {"data_digest": found.digest}
     # A default that was given stands against what fits the base.
@@ -253,15 +277,13 @@ def _suite_before(name: str, root: Path) -> Suite | None:
 
 
 def _freeze(
-    params: Params, name: str, config: PolicyConfig, found: Import, draft: Path, before: Suite | None
+    tokenizer: Any, name: str, config: PolicyConfig, found: Import, draft: Path, before: Suite | None
 ) -> Suite:
-    tokenizer = tokenizer_of(ensure_base(params.base, params.paths).path)
-
-    def prompt(question: str) -> str:
+    def prompt(question: Asked) -> str:
         return prompt_text(tokenizer, question, config.system, config.few_shot)
 
     rule = {key: getattr(config, key) for key in ("verifier", "verifier_timeout_s", "max_tokens")}
-    problems = [Problem(name, row.question, row.answer) for row in found.frozen]
+    problems = [Problem(name, row.question, row.answer, messages=row.messages) for row in found.frozen]
     version = before.items_version if before else 1
     suite = freeze(name, name, rule, problems, prompt, version, config.max_tokens, draft, WRITER)
     if before and (suite.digest, dict(suite.rule)) != (before.digest, dict(before.rule)):

@@ -101,7 +101,7 @@ def _check_prompts(params: Params, config: PolicyConfig, suite: Suite) -> None:
     with resident(params, "suites") as stage:
         tokenizer = tokenizer_of(ensure_base(stage.base, stage.paths).path)
     for item in suite.items:
-        if prompt_text(tokenizer, item.question, config.system, config.few_shot) != item.prompt:
+        if prompt_text(tokenizer, item.asked, config.system, config.few_shot) != item.prompt:
             raise ConfigError(
                 f"Item {item.id} of the suite {suite.name} was frozen with a chat template, system prompt or "
                 f"examples other than those of {params.evaluate.policy!r} on this base. Freeze a new version."

@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,7 @@ from engine.base.prompts import prompt_text, tokenizer_of
 from engine.base.resident import ensure_base
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.problems.procedural import Problem, stream
+from engine.problems.rows import Asked, Message
 from engine.problems.verifiers import RULES, Verifier
 from engine.settings.params import load_params
 from engine.settings.policies import PolicyConfig
@@ -73,6 +74,17 @@ class Item:
     answer: str
     prompt: str
     prompt_digest: str
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def asked(self) -> Asked:
+        """What the base's template renders to `prompt`."""
+        return self.messages or self.question
+
+    def stored(self) -> dict[str, Any]:
+        """Return the item as its line has it: `messages` only of a chat."""
+        kept = asdict(self)
+        return kept if self.messages else {name: kept[name] for name in kept if name != "messages"}
 
 
 @dataclass(frozen=True)
@@ -123,7 +135,7 @@ def load_suite(name: str, root: Path = SUITES) -> Suite:
             f"The items of the suite {name} have the digest {found[:12]}, but version {meta['version']} has "
             f"{meta['digest'][:12]}. Restore {directory / ITEMS}, or freeze a new version."
         )
-    items = tuple(Item(**json.loads(line)) for line in content.decode().splitlines())
+    items = tuple(_read_item(line) for line in content.splitlines())
     rule = {key: meta[key] for key in RULE if key in meta}
     judged = rule_version(rule)
     version = f"{meta['version']}.{judged}" if judged > 1 else str(meta["version"])
@@ -139,7 +151,7 @@ def build_suite(
     name: str,
     task: str,
     contract: str,
-    prompt: Callable[[str], str],
+    prompt: Callable[[Asked], str],
     *,
     count: int = 200,
     version: int = 1,
@@ -148,8 +160,8 @@ def build_suite(
 ) -> Suite:
     """Freeze `count` problems of the `eval` split as a suite; the same arguments give the same bytes.
 
-    `prompt` renders a question with the chat template. Raises `Conflict` when this version exists with
-    other items, since scores are recorded under it.
+    `prompt` renders a question or chat by the template. Raises `Conflict` when this version exists with other
+    items, since scores are recorded under it.
     """
     problems = islice(_unseen(task), count)
     return freeze(name, task, {"contract": contract}, problems, prompt, version, max_tokens, root)
@@ -160,7 +172,7 @@ def freeze(
     task: str,
     rule: Mapping[str, Any],
     problems: Iterable[Problem],
-    prompt: Callable[[str], str],
+    prompt: Callable[[Asked], str],
     version: int,
     max_tokens: int,
     root: Path,
@@ -168,7 +180,7 @@ def freeze(
 ) -> Suite:
     """Write problems as a suite under `root`; raises what `build_suite` raises."""
     items = [_item(number, problem, prompt) for number, problem in enumerate(problems)]
-    content = "".join(json.dumps(asdict(item)) + "\n" for item in items).encode()
+    content = "".join(json.dumps(item.stored()) + "\n" for item in items).encode()
     digest = hashlib.sha256(content).hexdigest()
     path = root / name / f"{name}.yaml"
     if path.exists():
@@ -202,8 +214,8 @@ def load_items(suite: str, problems: str, root: str | Path = SUITES, **metadata:
     from datasets import Dataset
 
     rule = json.dumps({key: metadata[key] for key in RULE if key in metadata})
-    items = load_suite(suite, Path(root)).items
-    return {"test": Dataset.from_list([asdict(item) | {"task": problems, "rule": rule} for item in items])}
+    items = [replace(item, messages=()).stored() for item in load_suite(suite, Path(root)).items]
+    return {"test": Dataset.from_list([item | {"task": problems, "rule": rule} for item in items])}
 
 
 def process_results(doc: dict[str, str], results: list[str]) -> dict[str, float]:
@@ -231,10 +243,15 @@ def _unseen(task: str) -> Iterator[Problem]:
             yield problem
 
 
-def _item(number: int, problem: Problem, prompt: Callable[[str], str]) -> Item:
-    text = prompt(problem.question)
+def _item(number: int, problem: Problem, prompt: Callable[[Asked], str]) -> Item:
+    text = prompt(problem.asked)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return Item(f"{number:04d}", problem.question, problem.answer, text, digest)
+    return Item(f"{number:04d}", problem.question, problem.answer, text, digest, problem.messages)
+
+
+def _read_item(line: bytes) -> Item:
+    kept = json.loads(line)
+    return Item(**kept | {"messages": tuple(kept.get("messages", ()))})
 
 
 class _Loader(yaml.SafeLoader):

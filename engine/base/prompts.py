@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.problems.rows import Asked, Message
 from engine.settings.policies import FewShotExample
 
 # How transformers 5 names a tokenizer that is tokenizer.json alone, and the model types for which
@@ -62,7 +63,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def prompt_ids(
-    tokenizer: Any, question: str, system: str | None = None, few_shot: Sequence[FewShotExample] = ()
+    tokenizer: Any, question: Asked, system: str | None = None, few_shot: Sequence[FewShotExample] = ()
 ) -> list[int]:
     """Return the token ids of a question rendered by the chat template, up to where the answer begins."""
     text = prompt_text(tokenizer, question, system, few_shot)
@@ -70,7 +71,7 @@ def prompt_ids(
 
 
 def prompt_text(
-    tokenizer: Any, question: str, system: str | None = None, few_shot: Sequence[FewShotExample] = ()
+    tokenizer: Any, question: Asked, system: str | None = None, few_shot: Sequence[FewShotExample] = ()
 ) -> str:
     """Return the rendered text of `prompt_ids`; frozen evaluation items hold this text.
 
@@ -79,11 +80,7 @@ def prompt_text(
     """
     from jinja2 import TemplateError
 
-    messages = [{"role": "system", "content": system}] if system else []
-    for example in few_shot:
-        messages.append({"role": "user", "content": example.question})
-        messages.append({"role": "assistant", "content": example.answer})
-    messages.append({"role": "user", "content": question})
+    messages = messages_of(question, system, few_shot)
     if not tokenizer.chat_template:
         opening = tokenizer.bos_token if tokenizer.bos_token_id in tokenizer.encode("") else ""
         return opening + "\n\n".join(message["content"] for message in messages) + "\n"
@@ -92,8 +89,26 @@ def prompt_text(
     except TemplateError as error:
         raise ConfigError(
             f"The base's chat template refuses this policy's messages: {error}. "
-            "Remove the policy's `system` or `few_shot`, or move them into the question."
+            "Remove the `system` or `few_shot` of the policy, or the chat's system message, or put them "
+            "into the question."
         ) from None
+
+
+def messages_of(
+    question: Asked, system: str | None = None, few_shot: Sequence[FewShotExample] = ()
+) -> list[Message]:
+    """Return what the template renders: system prompt, worked examples, then the question or chat.
+
+    A chat's own system message stands in place of the policy's.
+    """
+    asked = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
+    opening = [{"role": "system", "content": system}] if system else []
+    if asked[0]["role"] == "system":
+        opening, asked = asked[:1], asked[1:]
+    for example in few_shot:
+        opening.append({"role": "user", "content": example.question})
+        opening.append({"role": "assistant", "content": example.answer})
+    return opening + asked
 
 
 def end_tokens(path: Path) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""A user's problems from a JSONL file: one object on each line, with `question` (or `prompt`) and `answer`.
+"""A user's problems: imported from any file that `readers` takes, stored as JSON lines.
 
 An import runs in bounded memory: it checks the rows, removes duplicates, and splits them permanently by the
 hash of each question. `JsonlFile` reads rows by line without holding the file. An answer that is not text is
@@ -20,24 +20,13 @@ from typing import Any
 import numpy as np
 
 from engine.errors import ConfigError
+from engine.problems.readers import json_line, read_file
+from engine.problems.rows import JsonlRow, row_of, stored_item
 
 HELD_OUT = 0.2
 MINIMUM = 8
 EVERY = 20_000
-LINE = '{"question": "1 + 2 =", "answer": "3"}'
 Check = Callable[[str], str | None]  # an answer -> its fault, or None
-
-
-@dataclass(frozen=True)
-class JsonlRow:
-    """One stored problem."""
-
-    question: str
-    answer: str
-
-    def to_json(self) -> str:
-        """Return the row as a line of JSON."""
-        return json.dumps({"question": self.question, "answer": self.answer}, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -57,8 +46,10 @@ def prompt_hash(question: str) -> bytes:
     return hashlib.sha256(" ".join(question.casefold().split()).encode()).digest()[:16]
 
 
-def _exactly(question: str) -> bytes:
-    return hashlib.sha256(question.strip().encode()).digest()[:16]
+def _exactly(row: JsonlRow) -> bytes:
+    # A chat's system message tells it from another one, though not for the split.
+    asked = json.dumps(row.messages) if row.messages else row.question.strip()
+    return hashlib.sha256(asked.encode()).digest()[:16]
 
 
 def is_held_out(digest: bytes) -> bool:
@@ -72,24 +63,27 @@ def import_file(
     items: int,
     check: Check = lambda answer: None,
     on_line: Callable[[int], None] = lambda lines: None,
+    verifier: str = "",
+    on_row: Callable[[int, JsonlRow], None] = lambda number, row: None,
 ) -> Import:
     """Split `source` into the training file `training` and at most `items` frozen rows.
 
     Raises `ConfigError` with file and line for a row that is invalid, contradicts an earlier line, or has an
-    answer that `check` refuses, and when either side would have fewer than MINIMUM rows.
+    answer that `check` or the verifier refuses, and when either side would have fewer than MINIMUM rows.
     """
     smallest: list[tuple[int, int, JsonlRow]] = []
     lines = kept = held_out = duplicates = 0
     state = hashlib.sha256()
     with tempfile.TemporaryDirectory(dir=training.parent) as scratch, training.open("wb") as output:
         seen = _SeenQuestions(Path(scratch) / "seen.db", source)
-        for number, row in read_rows(source, check):
-            lines = number
-            if number % EVERY == 0:
-                on_line(number)
+        for number, row in read_rows(source, check, verifier):
+            lines += 1
+            if lines % EVERY == 0:
+                on_line(lines)
+            on_row(number, row)
             digest = prompt_hash(row.question)
             # Questions that differ only in case are different, but on the same side of the split.
-            if not seen.add(_exactly(row.question), number, row.answer):
+            if not seen.add(_exactly(row), number, row.answer):
                 duplicates += 1
             elif is_held_out(digest):
                 held_out += 1
@@ -107,57 +101,22 @@ def import_file(
     if min(kept, len(smallest)) < MINIMUM:
         raise ConfigError(
             f"{source} gives {kept} training and {len(smallest)} frozen items; each side needs {MINIMUM}. "
-            f"About {HELD_OUT:.0%} of the questions are held out. Provide at least 100 different ones."
+            f"About {HELD_OUT:.0%} of the questions are held out. Provide at least 100 different ones; a "
+            "chat's system message makes no other question."
         )
     frozen = tuple(row for _, _, row in sorted(smallest, reverse=True))
     return Import(lines, kept, held_out, duplicates, frozen, state.hexdigest())
 
 
-def read_rows(source: Path, check: Check = lambda answer: None) -> Iterator[tuple[int, JsonlRow]]:
+def read_rows(
+    source: Path, check: Check = lambda answer: None, verifier: str = ""
+) -> Iterator[tuple[int, JsonlRow]]:
     """Yield (line number, row); `ConfigError` with file and line for an invalid row."""
-    if not source.is_file():
-        raise ConfigError(f"There is no file {source}. Check the path.")
-    found = False
-    with source.open("rb") as handle:
-        for number, line in enumerate(handle, 1):
-            if line.strip():
-                found = True
-                row = _row(line, f"{source}:{number}")
-                if fault := check(row.answer):
-                    raise ConfigError(f"{source}:{number}: {fault}")
-                yield number, row
-    if not found:
-        raise ConfigError(f"{source} is empty. Give one JSON object on each line, with question and answer.")
-
-
-def _row(line: bytes, where: str) -> JsonlRow:
-    try:
-        data = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{where} is not valid JSON: {error}. Give one line for each problem: {LINE}."
-        ) from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{where} must be an object with question and answer, not {type(data).__name__}.")
-    question = data.get("question", data.get("prompt"))
-    if not isinstance(question, str) or not question.strip():
-        raise ConfigError(
-            f"{where} needs a `question` (or `prompt`) with non-empty text. It has {_keys(data)}."
-        )
-    if data.get("answer") is None:
-        raise ConfigError(f"{where} needs an `answer`. It has {_keys(data)}.")
-    answer = data["answer"] if isinstance(data["answer"], str) else json.dumps(data["answer"])
-    try:
-        (question + answer).encode()
-    except UnicodeEncodeError:
-        raise ConfigError(
-            f"{where} contains half a character (a lone surrogate). Correct the text."
-        ) from None
-    return JsonlRow(question, answer)
-
-
-def _keys(data: dict[str, Any]) -> str:
-    return ", ".join(f"`{key[:40]}`" for key in list(data)[:6]) or "no key"
+    for number, data in read_file(source):
+        row = row_of(data, f"{source}:{number}", verifier)
+        if fault := check(row.answer):
+            raise ConfigError(f"{source}:{number}: {fault}")
+        yield number, row
 
 
 class _SeenQuestions:
@@ -195,8 +154,8 @@ class _SeenQuestions:
 class JsonlFile:
     """The rows of an imported file, read one by one; only the line offsets are in memory."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, parse: Callable[[Any, str], JsonlRow] = row_of):
+        self.path, self._parse = path, parse
         self._starts, at = array("q"), 0
         with path.open("rb") as handle:
             for line in handle:
@@ -210,20 +169,21 @@ class JsonlFile:
     def __getitem__(self, number: int) -> JsonlRow:
         with self.path.open("rb") as handle:
             handle.seek(self._starts[number])
-            return _row(handle.readline(), f"{self.path}:{number + 1}")
+            where = f"{self.path}:{number + 1}"
+            return self._parse(json_line(handle.readline(), where), where)
 
 
 @cache
-def open_jsonl(path: Path, _changed_ns: int) -> JsonlFile:
+def open_jsonl(path: Path, are_frozen: bool, _changed_ns: int) -> JsonlFile:
     """Open a file's rows; the modification time in the key makes a changed file a new entry."""
-    return JsonlFile(path)
+    return JsonlFile(path, stored_item if are_frozen else row_of)
 
 
-def rows_of(path: Path) -> JsonlFile:
-    """Return the rows of a file in its current version."""
+def rows_of(path: Path, are_frozen: bool = False) -> JsonlFile:
+    """Return the rows of a file in its current version, or its frozen items."""
     if not path.is_file():
         raise ConfigError(f"There is no data at {path}. Create the policy again from its file.")
-    return open_jsonl(path, path.stat().st_mtime_ns)
+    return open_jsonl(path, are_frozen, path.stat().st_mtime_ns)
 
 
 @cache

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from engine.errors import ConfigError
 from engine.problems.jsonl import order, rows_of
+from engine.problems.rows import Asked, Message
 
 Split = Literal["train", "eval", "user"]
 
@@ -30,12 +31,18 @@ PHRASINGS: dict[str, tuple[str, str, str, str]] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and its plain answer, such as `46` or `3, 12, 45`."""
+    """A question and its plain answer, such as `46` or `3, 12, 45`; a chat has its messages beside it."""
 
     task: str
     question: str
     answer: str
     phrasing: int = 0
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def asked(self) -> Asked:
+        """What the base's template renders."""
+        return self.messages or self.question
 
 
 @dataclass(frozen=True)
@@ -123,11 +130,11 @@ def stream(task: str, which: Split, seed: int, start: int = 0) -> Iterator[tuple
 def _draw(task: str, which: Split, seed: int, start: int) -> Iterator[tuple[int, Problem]]:
     # Other splits than `train` come from the frozen items beside the training file.
     path = Path(task) if which == "train" else Path(task).with_name("items.jsonl")
-    rows = rows_of(path)
+    rows = rows_of(path, are_frozen=which != "train")
     for index in itertools.count(start):
         epoch, place = divmod(index, len(rows))
         row = rows[order(len(rows), seed, epoch)[place]]
-        yield index, Problem(task, row.question, row.answer)
+        yield index, Problem(task, row.question, row.answer, messages=row.messages)
 
 
 def _json_text(answer: str) -> str:

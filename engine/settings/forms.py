@@ -167,7 +167,8 @@ class CreatePolicyForm(Form):
     owner: Who = Field("local", description="Record this owner.")
     base: str | None = Field(None, description="Train on this resident base. Empty: as configured.")
     data: Path = Field(
-        description="Read this JSONL file on the worker's machine: question and answer on each line."
+        description="Read questions and answers from this file on the worker's machine: JSON lines, JSON, "
+        "CSV, Parquet or a saved dataset."
     )
     verifier: OwnVerifier
     system: str | None = Field(None, description="Put this system prompt before every question.")

@@ -226,6 +226,6 @@ def record_step(run: Run, row: Mapping[str, Any]) -> None:
 def export_revision(run: Run, session: SessionInfo) -> Exported:
     """Export the session's adapter as a revision with an effect probe on held-out questions."""
     held_out = islice(stream(run.config.task, "eval", run.line.seed), PROBE_PROMPTS)
-    prompts = [run.source.prompt_ids(problem.question) for _, problem in held_out]
+    prompts = [run.source.prompt_ids(problem.asked) for _, problem in held_out]
     tokens = min(run.config.max_tokens, PROBE_TOKENS)
     return run.client.export(session, "revision", probe_prompts=prompts, probe_tokens=tokens)

@@ -18,6 +18,7 @@ from typing import Any
 
 from engine.base.prompts import prompt_ids
 from engine.problems.procedural import Problem, stream
+from engine.problems.rows import Asked
 from engine.problems.verifiers import Verifier, has_spread
 from engine.settings.params import content_hash, served_name
 from engine.settings.policies import PolicyConfig
@@ -54,7 +55,7 @@ class Source:
     replays: bool = False
     engines: Engines | None = None
 
-    def prompt_ids(self, question: str) -> list[int]:
+    def prompt_ids(self, question: Asked) -> list[int]:
         """Return a question's token ids under the policy's template, system prompt and examples."""
         return prompt_ids(self.tokenizer, question, self.config.system, self.config.few_shot)
 
@@ -134,7 +135,7 @@ def draw(
 ) -> Drawn:
     """Sample a group for each problem from the sampler's revision; `replaces` gives other random numbers."""
     config, clock = source.config, monotonic()
-    prompts = [source.prompt_ids(problem.question) for problem in problems]
+    prompts = [source.prompt_ids(problem.asked) for problem in problems]
     seed = int(content_hash([source.line.seed, step, *(["replaces"] if replaces else [])])[:7], 16)
     sampling = Sampling(
         config.group_size, config.max_tokens, config.temperature, seed, routed_experts=source.replays

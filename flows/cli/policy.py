@@ -1,7 +1,6 @@
 """Commands about policies: create one from your own data, list them, show their settings."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -20,12 +19,16 @@ app.add_typer(policy_app, name="policy")
 @policy_app.command("create")
 def create(
     name: str,
-    data: Annotated[Path, typer.Option(help="JSONL: question and answer on each line.")],
+    data: Annotated[
+        Path, typer.Option(help="Questions and answers: JSON lines, JSON, CSV, Parquet or a saved dataset.")
+    ],
     verifier: Annotated[str, typer.Option(help="exact, numeric, regex, json-schema or python:MODULE:FUNC")],
     owner: Annotated[str, typer.Option(help="Whose policy it is.")] = "local",
     base: Annotated[str | None, typer.Option(help="The resident base.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt before every question.")] = None,
-    few_shot: Annotated[Path | None, typer.Option(help="JSONL of worked questions before each one.")] = None,
+    few_shot: Annotated[
+        Path | None, typer.Option(help="Worked questions before each one, in such a file.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     loss: Annotated[
@@ -55,10 +58,9 @@ def create(
     Run it again with newer data or other settings: settings that are not given stay as they are.
     """
     settings = enter(params)
-    from engine.problems.jsonl import read_rows
-    from tasks.policies import create_policy, describe
+    from tasks.policies import create_policy, describe, worked_examples
 
-    worked = [asdict(row) for _, row in read_rows(few_shot)] if few_shot else None
+    worked = worked_examples(few_shot) if few_shot else None
     form = filled(
         CreatePolicyForm, name=name, owner=owner, base=base, data=data, verifier=verifier, system=system,
         steps=steps, lr=lr, loss=loss, kl=kl, rank=rank, groups=groups, group_size=group_size,

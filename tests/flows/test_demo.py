@@ -53,13 +53,28 @@ class Chat:
 
 
 def test_a_user_rates_by_the_policys_verifier() -> None:
-    config = PolicyConfig(task="t", suite="s", verifier="exact", max_tokens=7)
+    config = PolicyConfig(task="t", suite="s", verifier="exact", max_tokens=7, system="Be terse.")
     client = Chat("Paris")
     with Verifier(config) as verifier:
         for answer in ("Paris", "London"):
-            asyncio.run(ask(client, "facts", config.max_tokens, verifier, Problem("t", "Capital?", answer)))
+            asyncio.run(ask(client, "facts", config, verifier, Problem("t", "Capital?", answer)))
     assert client.posted == [
         {"path": "/feedback", "request_id": "r1", "reward": 1.0},
         {"path": "/feedback", "request_id": "r1", "reward": 0.0},
     ]
     assert {request["max_tokens"] for request in client.asked} == {7}
+    opening = {"role": "system", "content": "Be terse."}
+    assert client.asked[0]["messages"] == [opening, {"role": "user", "content": "Capital?"}]
+
+
+def test_a_user_asks_a_chat_as_it_is_trained() -> None:
+    config = PolicyConfig(task="t", suite="s", verifier="exact", system="Be terse.")
+    turns = (
+        {"role": "user", "content": "2?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "4?"},
+    )
+    client = Chat("4")
+    with Verifier(config) as verifier:
+        asyncio.run(ask(client, "facts", config, verifier, Problem("t", "4?", "4", messages=turns)))
+    assert client.asked[0]["messages"] == [{"role": "system", "content": "Be terse."}, *turns]

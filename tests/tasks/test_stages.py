@@ -19,12 +19,14 @@ from engine.base.resident import base_digest
 from engine.catalog.catalog import Catalog, Policy
 from engine.errors import AdapterError, BaseModelError, ConfigError, Conflict, GraftworkError, NotFound
 from engine.ledger.ledger import Ledger, open_snapshot
+from engine.problems.procedural import stream
 from engine.problems.verifiers import RULES
 from engine.publishing.importing import directory_from_store, import_revision
 from engine.security.credentials import logins
 from engine.services import lifecycle as services
 from engine.settings.params import Params, Paths, load_params
 from tasks import evaluation, stage_evaluate, stage_files, stages
+from tasks.policies import create_policy
 from tasks.register import register
 from tasks.score import ItemScore, Score
 from tasks.stage_files import Files
@@ -220,6 +222,23 @@ def test_a_persons_data_is_named_by_content_not_by_place(checkout, tmp_path):
     assert len(config["data_digest"]) == 64
     assert (checkout.files.policy / "train.jsonl").read_bytes() == (own / "train.jsonl").read_bytes()
     assert str(checkout.files.root) not in (checkout.files.policy / "policy.json").read_text()
+
+
+def test_chats_are_prepared_as_their_messages(checkout, tmp_path):
+    turns = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "2?"}]
+    rows = [
+        {"messages": [*turns, {"role": "assistant", "content": "2"}, {"role": "user", "content": f"{n}?"}],
+         "answer": str(n)}
+        for n in range(200)
+    ]  # fmt: skip
+    (tmp_path / "d.json").write_text(json.dumps(rows))
+    create_policy(checkout.params(), "mine", tmp_path / "d.json", "exact", items=12)
+    checkout.set(evaluate={"policy": "mine", "revision": "adapt"})
+    build(checkout)
+    for which in ("train", "eval"):
+        _, problem = next(stream(str(checkout.files.policy / "train.jsonl"), which, 1))
+        assert problem.messages[:2] == tuple(turns)
+        assert problem.messages[-1]["content"] == f"{problem.answer}?"
 
 
 def test_a_pinned_digest_trains_nothing(checkout):

@@ -1,5 +1,6 @@
 """A person's JSONL: what is refused by file and line, how it is split for ever, that memory stays bounded."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from engine.errors import ConfigError
 from engine.problems.jsonl import HELD_OUT, JsonlFile, import_file, is_held_out, prompt_hash, read_rows
 from engine.problems.procedural import stream
+from tests.helpers.repository import ROOT
 
 
 def write(path: Path, rows: list[dict]) -> Path:
@@ -32,7 +34,8 @@ def questions(count: int) -> list[dict]:
         ('{"question": 3, "answer": "1"}', "needs a `question`"),
         ('{"question": "q"}', "needs an `answer`"),
         ('{"instruction": "q", "output": "1"}', "`instruction`, `output`"),
-        ('{"prompt": "q", "completion": "1"}', "needs an `answer`. It has `prompt`, `completion`."),
+        ('{"prompt": "q", "response": "1"}', "needs an `answer`. It has `prompt`, `response`."),
+        ('{"question": "q", "answer": NaN}', "missing"),
         ('{"question": "What is 3?", "answer": "4"}', "line 4"),
         ('{"question": " What is 3? ", "answer": "4"}', "line 4"),
         ('{"question": "half \\ud800", "answer": "4"}', "half a character"),
@@ -145,3 +148,11 @@ def test_memory_stays_bounded(tmp_path: Path, lines: int) -> None:
     found, grown_kib = map(int, said.split())
     assert found == lines
     assert grown_kib < 20 * 1024
+
+
+def test_question_and_answer_keep_their_bytes(tmp_path: Path) -> None:
+    """The digests of 265b009: a policy of an earlier version is created again with nothing changed."""
+    found = import_file(ROOT / "examples" / "sums.jsonl", tmp_path / "train.jsonl", 200)
+    assert found.digest == "e96edd076f9e16bf72a64d6ee59c66bb383707328aad55e254e21a3657eed980"
+    frozen = hashlib.sha256("".join(row.to_json() for row in found.frozen).encode()).hexdigest()
+    assert frozen == "c5d46078f99c302c7c2825922d92bf48e329d7083fc63b8deb15089deee57cdb"

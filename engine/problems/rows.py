@@ -1,0 +1,193 @@
+"""One problem, as people write it down: which columns are the prompt, and which one the expected answer.
+
+`row_of` takes `question` (or `prompt`) with `answer`, `prompt` with `completion`, chat rows (`messages`, or a
+`prompt` that is a list of messages) and ShareGPT (`conversations`). A chat stays messages, since only the
+base's template may render it.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date, time
+from decimal import Decimal
+from typing import Any, TypeGuard
+
+from engine.errors import ConfigError
+
+Message = dict[str, str]
+# What a template renders: the text of a single user's message, or the messages of a chat.
+Asked = str | Sequence[Message]
+
+SCHEMAS = (
+    "A row has `question` (or `prompt`) and `answer`, or `prompt` and `completion`, or `messages`, or "
+    "ShareGPT's `conversations`; rename other columns, with `datasets` by dataset.rename_columns({...})"
+)
+ROLES = {
+    "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
+    "model": "assistant", "chatgpt": "assistant",
+}  # fmt: skip
+TURN = {"role", "from", "content", "value"}
+# Columns of a message that no template renders; any other one must be empty.
+HARMLESS = {"id", "weight"}
+# Verifiers that compare with an answer's text, and those whose `answer` is a rule.
+TEXTS, RULES = ("exact", "numeric"), ("regex", "json-schema")
+# How a worked answer of GSM8K ends.
+WORKED = re.compile(r"(?:^|\n)#### *([-+]?\$?[\d,]*\.?\d+) *$")
+
+
+@dataclass(frozen=True)
+class JsonlRow:
+    """One stored problem; of a chat, `question` is the text of its turns, for verifiers and people."""
+
+    question: str
+    answer: str
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def asked(self) -> Asked:
+        """What the template renders."""
+        return self.messages or self.question
+
+    def to_json(self) -> str:
+        """Return the row as a line of JSON."""
+        row = asdict(self)
+        del row["question" if self.messages else "messages"]
+        return json.dumps(row, ensure_ascii=False)
+
+
+def row_of(data: Any, where: str, verifier: str = "") -> JsonlRow:
+    """Return one row of a file as a problem for a verifier; `ConfigError` at `where` if it is none.
+
+    Of a chat that ends with the assistant, the last message is what was expected of it: it leaves the
+    prompt, and is the answer where the row has no `answer` and the verifier compares with a text. For
+    `exact` and `numeric` a worked answer that ends with `#### 7` counts as 7.
+    """
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{where} must be an object with question and answer, not {type(data).__name__}. {SCHEMAS}."
+        )
+    question, messages, told = _prompt(data, where)
+    answer = _expected(data, told, verifier, where)
+    if verifier in TEXTS and (worked := WORKED.search(answer.rstrip())):
+        answer = worked[1].replace(",", "").replace("$", "")
+    try:
+        (question + answer + "".join(one["content"] for one in messages)).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{where} contains half a character (a lone surrogate). Correct the text."
+        ) from None
+    return JsonlRow(question, answer, messages)
+
+
+def stored_item(data: Any, where: str) -> JsonlRow:
+    """Return the problem of a frozen item's line."""
+    if isinstance(data, dict) and data.get("messages"):
+        return JsonlRow(data["question"], data["answer"], tuple(data["messages"]))
+    return row_of(data, where)
+
+
+def _prompt(data: dict[str, Any], where: str) -> tuple[str, tuple[Message, ...], Any]:
+    """Return a row's question, its messages if it is a chat, and what the assistant said after it."""
+    asked = data.get("prompt") if data.get("question") is None else data["question"]
+    chats = (data.get("messages"), data.get("conversations"), asked if isinstance(asked, list) else None)
+    turns = next((chat for chat in chats if chat is not None), None)
+    told = data.get("completion")
+    if isinstance(told, list):
+        told = _message(told[-1], where)["content"] if told else None
+    # `question` and `answer` keep their meaning beside a chat.
+    if _is_text(asked) and (turns is None or data.get("answer") is not None):
+        return asked, (), told
+    if turns is None:
+        raise ConfigError(
+            f"{where} needs a `question` (or `prompt`) with non-empty text. {_seen(data)}. {SCHEMAS}."
+        )
+    messages, said = _split(_messages(turns, data, where), where)
+    question = "\n\n".join(one["content"] for one in messages if one["role"] != "system")
+    # A chat of one question is that question.
+    return question, () if len(messages) == 1 else messages, said if told is None else told
+
+
+def _expected(data: dict[str, Any], told: Any, verifier: str, where: str) -> str:
+    """Return a row's answer as text: its column, else what the assistant said."""
+    value = data.get("answer")
+    if value is None and told is not None and verifier in RULES:
+        raise ConfigError(
+            f"{where} needs an `answer`: the verifier {verifier} takes a rule, not what an assistant said. "
+            f"{_seen(data)}. Add the column `answer`."
+        )
+    value = told if value is None else value
+    if value is None:
+        raise ConfigError(f"{where} needs an `answer`. {_seen(data)}. {SCHEMAS}.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(
+            f"{where} needs an `answer`; {value} is what a table writes for a missing or overflown number. "
+            "Leave the row out, or correct it."
+        )
+    if isinstance(value, (str, Decimal, date, time)):
+        return str(value)
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{where} has an `answer` that is {type(value).__name__}, which is no text. Write it as text."
+        ) from None
+
+
+def _messages(turns: Any, data: Mapping[str, Any], where: str) -> list[Message]:
+    if not isinstance(turns, list) or not turns:
+        raise ConfigError(
+            f"{where} has a chat that is {type(turns).__name__} {str(turns)[:40]!r}, not a list of messages. "
+            'Write [{"role": "user", "content": "1 + 2 ="}] as JSON; a CSV file cannot hold it.'
+        )
+    if data.get("tools"):
+        raise ConfigError(f"{where} gives `tools` to the chat, and a policy calls none. Leave the row out.")
+    messages = [_message(turn, where) for turn in turns]
+    system = data.get("system")
+    if _is_text(system) and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
+
+
+def _message(turn: Any, where: str) -> Message:
+    if not isinstance(turn, dict):
+        raise ConfigError(f"{where} has a message that is {type(turn).__name__}, not an object with role.")
+    said, role = turn.get("content", turn.get("value")), turn.get("role", turn.get("from"))
+    parts = said if isinstance(said, list) else []
+    # OpenAI's form of a text. Several parts have no one reading, and an image is no text.
+    if len(parts) == 1 and isinstance(parts[0], dict) and parts[0].get("type") == "text":
+        said = parts[0].get("text")
+    if ROLES.get(str(role)) is None:
+        raise ConfigError(
+            f"{where} has a message of {role!r}; a prompt has system, user and assistant. Leave tool calls "
+            "and their results out, or write them into a user's message."
+        )
+    more = sorted(key for key in turn.keys() - TURN - HARMLESS if turn[key] not in (None, "", [], {}))
+    if more:
+        raise ConfigError(
+            f"{where} has a message with `{more[0]}`, which the prompt would not show. Remove the field, or "
+            "write what it says into the content."
+        )
+    if not _is_text(said):
+        raise ConfigError(f"{where} has a message of {role!r} without text: {str(said)[:60]!r}.")
+    return {"role": ROLES[str(role)], "content": said}
+
+
+def _split(messages: list[Message], where: str) -> tuple[tuple[Message, ...], str | None]:
+    """Return the messages up to the last question, and the answer after it."""
+    told = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
+    if not messages or messages[-1]["role"] != "user":
+        raise ConfigError(f"{where} has no message of the user before the answer. End the chat with one.")
+    if any(message["role"] == "system" for message in messages[1:]):
+        raise ConfigError(f"{where} has a system message after the first. Put it first, or write it as user.")
+    return tuple(messages), told
+
+
+def _is_text(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _seen(data: Mapping[str, Any]) -> str:
+    keys = ", ".join(f"`{str(key)[:40]}`" for key in list(data)[:6])
+    return f"It has {keys or 'no key'}"
