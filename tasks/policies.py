@@ -70,6 +70,7 @@ class Created:
     data_digest: str
     directory: str
     changed: bool
+    unused: tuple[str, ...] = ()
 
 
 def create_policy(
@@ -266,7 +267,7 @@ def _write(
         _swap(draft / name, target)
     return Created(
         name, version, found.lines, found.training, len(found.frozen), found.held_out, found.duplicates,
-        found.digest, str(target), changed,
+        found.digest, str(target), changed, found.unused,
     )  # fmt: skip
 
 
@@ -359,11 +360,14 @@ def _register(params: Params, name: str) -> None:
 
 def describe(created: Created) -> str:
     """Return one sentence on what was created."""
+    columns = ", ".join(f"`{name[:40]}`" for name in created.unused[:6])
+    left = f" No prompt shows {columns}: write into the question what an answer needs." if columns else ""
     if not created.changed:
-        return f"{created.policy} has this data and these settings already; nothing has changed."
+        return f"{created.policy} has this data and these settings already; nothing has changed.{left}"
     return (
         f"{created.policy}: {created.training} training rows, {created.frozen} frozen items (suite version "
-        f"{created.suite_version}), {created.duplicates} duplicates dropped, in {_here(created.directory)}."
+        f"{created.suite_version}), {created.duplicates} duplicates dropped, in "
+        f"{_here(created.directory)}.{left}"
     )
 
 

@@ -80,6 +80,11 @@ class PromptLimits:
                     f"{where} contains {token!r}, a control token of the base. The base's template adds its "
                     "own: give the plain text, or `messages` for a chat that is rendered already."
                 )
+        if row.messages and not self._tokenizer.chat_template:
+            raise ConfigError(
+                f"{where} is a chat, and the base has no chat template to tell its turns apart. Choose an "
+                "instruct model as base, or give question and answer."
+            )
         try:
             prompt = prompt_text(self._tokenizer, row.asked, self._config.system, self._config.few_shot)
         except ConfigError as error:

@@ -21,7 +21,7 @@ import numpy as np
 
 from engine.errors import ConfigError
 from engine.problems.readers import json_line, read_file
-from engine.problems.rows import JsonlRow, row_of, stored_item
+from engine.problems.rows import JsonlRow, row_of, stored_item, unused_columns
 
 HELD_OUT = 0.2
 MINIMUM = 8
@@ -31,7 +31,10 @@ Check = Callable[[str], str | None]  # an answer -> its fault, or None
 
 @dataclass(frozen=True)
 class Import:
-    """The result of an import: counts of lines, and the frozen items, smallest hash first."""
+    """The result of an import: counts of lines, and the frozen items, smallest hash first.
+
+    `unused` are the columns of the file that no problem has.
+    """
 
     lines: int
     training: int
@@ -39,6 +42,7 @@ class Import:
     duplicates: int
     frozen: tuple[JsonlRow, ...]
     digest: str
+    unused: tuple[str, ...]
 
 
 def prompt_hash(question: str) -> bytes:
@@ -73,10 +77,11 @@ def import_file(
     """
     smallest: list[tuple[int, int, JsonlRow]] = []
     lines = kept = held_out = duplicates = 0
+    unused: set[str] = set()
     state = hashlib.sha256()
     with tempfile.TemporaryDirectory(dir=training.parent) as scratch, training.open("wb") as output:
         seen = _SeenQuestions(Path(scratch) / "seen.db", source)
-        for number, row in read_rows(source, check, verifier):
+        for number, row in read_rows(source, check, verifier, unused.update):
             lines += 1
             if lines % EVERY == 0:
                 on_line(lines)
@@ -105,15 +110,19 @@ def import_file(
             "chat's system message makes no other question."
         )
     frozen = tuple(row for _, _, row in sorted(smallest, reverse=True))
-    return Import(lines, kept, held_out, duplicates, frozen, state.hexdigest())
+    return Import(lines, kept, held_out, duplicates, frozen, state.hexdigest(), tuple(sorted(unused)))
 
 
 def read_rows(
-    source: Path, check: Check = lambda answer: None, verifier: str = ""
+    source: Path,
+    check: Check = lambda answer: None,
+    verifier: str = "",
+    on_unused: Callable[[set[str]], object] = lambda columns: None,
 ) -> Iterator[tuple[int, JsonlRow]]:
     """Yield (line number, row); `ConfigError` with file and line for an invalid row."""
     for number, data in read_file(source):
         row = row_of(data, f"{source}:{number}", verifier)
+        on_unused(unused_columns(data, row))
         if fault := check(row.answer):
             raise ConfigError(f"{source}:{number}: {fault}")
         yield number, row

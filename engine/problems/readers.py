@@ -9,16 +9,16 @@ import gzip
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from engine.errors import ConfigError
+from engine.problems.rows import COLUMNS
 
 Rows = Iterator[tuple[int, Any]]
 Bytes = gzip.GzipFile | io.BufferedReader
 LINE = '{"question": "1 + 2 =", "answer": "3"}'
-COLUMNS = {"question", "prompt", "answer", "completion", "messages", "conversations"}
 CSV, GZIP, PARQUET = (".csv", ".tsv"), b"\x1f\x8b", b"PAR1"
 # First bytes of what people give and no reader takes, and what to do.
 OTHERS = {
@@ -193,7 +193,13 @@ def _parquet(source: Path) -> Rows:
     try:
         with ParquetFile(source) as file:
             rows = (row for batch in file.iter_batches(1000) for row in batch.to_pylist())
-            yield from _plain(source, rows)
+            features: Mapping[str, Any] = {}
+            # Left there by `datasets`, with the names of its classes.
+            if b"huggingface" in (file.schema_arrow.metadata or {}):
+                from datasets import Features
+
+                features = Features.from_arrow_schema(file.schema_arrow)
+            yield from _plain(source, rows, features)
     except (ArrowException, OSError) as error:
         raise ConfigError(f"{source} is not valid Parquet: {str(error)[:200]}. Write it again.") from None
 
@@ -215,24 +221,29 @@ def _dataset(source: Path) -> Rows:
     from pyarrow import ArrowException
 
     try:
-        yield from _plain(source, load_from_disk(str(source)))
+        rows = load_from_disk(str(source))
+        yield from _plain(source, rows, rows.features)
     except (ArrowException, OSError, KeyError) as error:
         raise ConfigError(
             f"The dataset {source} cannot be opened: {str(error)[:200]}. Save it again."
         ) from None
 
 
-def _plain(source: Path, rows: Iterable[dict[str, Any]]) -> Rows:
-    """Yield rows of a table whose whole numbers are written as such.
+def _plain(source: Path, rows: Iterable[dict[str, Any]], features: Mapping[str, Any]) -> Rows:
+    """Yield rows of a table whose values are what people write: 7 for 7.0, a class by its name.
 
-    A column of whole numbers with a gap is one of floats in pandas, and nobody answers `7.0`.
+    A column of whole numbers with a gap is one of floats in pandas.
     """
+    names = {name: kind.int2str for name, kind in features.items() if hasattr(kind, "int2str")}
     number = 0
     for number, row in enumerate(rows, 1):
-        yield number, {name: _whole(value) for name, value in row.items()}
+        yield number, {name: _written(value, names.get(name)) for name, value in row.items()}
     if not number:
         raise ConfigError(f"{source} has no row. Give at least 100.")
 
 
-def _whole(value: Any) -> Any:
+def _written(value: Any, named: Callable[[int], str] | None) -> Any:
+    if named and isinstance(value, int):
+        # A class of -1 is one that nobody gave.
+        return named(value) if value >= 0 else None
     return int(value) if isinstance(value, float) and value.is_integer() else value

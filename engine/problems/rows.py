@@ -20,6 +20,7 @@ Message = dict[str, str]
 # What a template renders: the text of a single user's message, or the messages of a chat.
 Asked = str | Sequence[Message]
 
+COLUMNS = {"question", "prompt", "answer", "completion", "messages", "conversations"}
 SCHEMAS = (
     "A row has `question` (or `prompt`) and `answer`, or `prompt` and `completion`, or `messages`, or "
     "ShareGPT's `conversations`; rename other columns, with `datasets` by dataset.rename_columns({...})"
@@ -86,6 +87,12 @@ def stored_item(data: Any, where: str) -> JsonlRow:
     if isinstance(data, dict) and data.get("messages"):
         return JsonlRow(data["question"], data["answer"], tuple(data["messages"]))
     return row_of(data, where)
+
+
+def unused_columns(data: Mapping[str, Any], row: JsonlRow) -> set[str]:
+    """Return the columns with a value that neither prompt nor answer shows, such as a `context`."""
+    used = COLUMNS | {"system"} if row.messages else COLUMNS
+    return {name for name in data.keys() - used if data[name] not in (None, "", [])}
 
 
 def _prompt(data: dict[str, Any], where: str) -> tuple[str, tuple[Message, ...], Any]:

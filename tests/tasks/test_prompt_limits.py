@@ -1,6 +1,7 @@
 """What is counted once, at `policy create`: prompts and answers that do not fit, chats that do."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from engine.problems.procedural import stream
 from engine.settings.params import BaseConfig, EngineConfig, Params
 from engine.training.lineage import Line
 from engine.training.rollout_data import Source
-from tasks.policies import create_policy
+from tasks.policies import create_policy, describe
 from tasks.suites import load_items, load_suite
 
 SYSTEM = {"role": "system", "content": "Be terse."}
@@ -136,6 +137,25 @@ def test_a_question_stays_on_its_side_of_the_split_as_a_chat(params: Params, tmp
         ]  # fmt: skip
         create_policy(params, "mine", write(tmp_path / "d.jsonl", rows), "exact")
         assert {item.question for item in load_suite("mine", params.suites_dir).items} == frozen
+
+
+def test_columns_that_no_prompt_shows_are_named(params: Params, tmp_path: Path) -> None:
+    """A question about a text or of several choices, trained without them, earns by chance."""
+    rows = [{"id": n, "choices": ["1", "2"], "note": None, **row} for n, row in enumerate(plain())]
+    made = create_policy(params, "mine", write(tmp_path / "d.jsonl", rows), "exact")
+    assert "`choices`, `id`:" in describe(made)
+    assert "No prompt" not in describe(create_policy(params, "b", write(tmp_path / "d", plain()), "exact"))
+
+
+def test_a_base_without_a_template_takes_no_chat(params: Params, tmp_path: Path, tiny_base: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_base, bare)
+    (bare / "chat_template.jinja").unlink()
+    params = params.model_copy(update={"base": BaseConfig(name=str(bare))})
+    source = write(tmp_path / "d.jsonl", [*plain(), *chats(1)])
+    with pytest.raises(ConfigError, match=r"d\.jsonl:201 .*no chat template"):
+        create_policy(params, "mine", source, "exact")
+    assert create_policy(params, "mine", write(source, plain()), "exact").changed
 
 
 def test_a_chat_that_the_template_refuses_is_named_by_its_line(

@@ -203,6 +203,21 @@ def test_numbers_of_a_table_are_read_as_people_write_them(tmp_path: Path) -> Non
         next(rows)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["saved", "d.parquet"])
+def test_a_class_is_read_by_its_name(tmp_path: Path, name: str) -> None:
+    """`datasets` keeps a class by its number, and nobody answers `1` for `good`."""
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    features = Features({"question": Value("string"), "answer": ClassLabel(names=["bad", "good"])})
+    made = Dataset.from_dict({"question": ["a", "b", "c"], "answer": [1, 0, -1]}, features)
+    (made.to_parquet if name == "d.parquet" else made.save_to_disk)(str(tmp_path / name))
+    rows = read_rows(tmp_path / name)
+    assert [next(rows)[1].answer for _ in range(2)] == ["good", "bad"]
+    with pytest.raises(ConfigError, match=rf"{name}:3 needs an `answer`"):
+        next(rows)
+
+
 def test_an_array_is_read_in_pieces(tmp_path: Path) -> None:
     """Elements over the end of a piece, and one that is longer than a piece."""
     rows = [{"question": f"é\u2028{n}" * (CHUNK // 3000), "answer": str(n)} for n in range(4000)]
