@@ -9,6 +9,7 @@ import gzip
 import io
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -73,31 +74,27 @@ def _text(source: Path, is_packed: bool, is_csv: bool) -> Rows:
             for number, row in _csv(source, handle) if is_csv else _json(source, handle):
                 found = True
                 yield number, row
-    except (gzip.BadGzipFile, EOFError) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ConfigError(f"{source} cannot be unpacked: {error}. Copy it again.") from None
     if not found:
         raise ConfigError(f"{source} is empty. Give one JSON object on each line, with question and answer.")
 
 
 def _json(source: Path, handle: Bytes) -> Rows:
-    is_first = True
+    opening = handle.read(1024)
+    handle.seek(0)
+    if opening.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        yield from _array(source, handle)
+        return
     for number, line in enumerate(handle, 1):
-        if not line.strip():
-            continue
-        # An array may be pretty-printed, or all on one line.
-        if is_first and line.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            yield from _array(source, handle)
-            return
-        is_first = False
-        yield number, json_line(line, f"{source}:{number}")
+        if line.strip():
+            yield number, json_line(line, f"{source}:{number}")
 
 
 def _array(source: Path, handle: Bytes) -> Rows:
     """Yield the elements of a JSON array, with no more of it in memory than one of them and a chunk."""
-    handle.seek(0)
     text, decode = io.TextIOWrapper(handle, "utf-8-sig"), json.JSONDecoder().raw_decode
-    buffer, number = "", 0
-    at = 0
+    buffer, at, number = "", 0, 0
     while True:
         at = _after_space(buffer, at)
         if number and buffer[at : at + 1] == "]":

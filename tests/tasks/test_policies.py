@@ -11,7 +11,7 @@ from engine.problems.jsonl import read_rows
 from engine.problems.verifiers import RULES
 from engine.settings.params import BaseConfig, Params, known_policies, load_params
 from tasks import policies
-from tasks.policies import create_policy, describe
+from tasks.policies import create_policy, describe, worked_examples
 from tasks.suites import SUITES, load_suite
 from tests.helpers.command_line import graftwork
 from tests.helpers.repository import ROOT
@@ -178,6 +178,15 @@ def test_what_is_wrong_is_a_sentence_and_leaves_nothing(
         create_policy(params, name, source, verifier, settings=settings)
     left = list(params.suites_dir.iterdir()) if params.suites_dir.is_dir() else []
     assert [entry.name for entry in left if entry.name != ".lock"] == []
+
+
+def test_worked_examples_come_from_any_file_but_are_no_chats(tmp_path: Path) -> None:
+    (tmp_path / "shots.csv").write_text('question,answer\n"1, 2?",3\n')
+    assert worked_examples(tmp_path / "shots.csv") == [{"question": "1, 2?", "answer": "3"}]
+    turns = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
+    (tmp_path / "shots.json").write_text(json.dumps([{"messages": turns}]))
+    with pytest.raises(ConfigError, match=r"shots\.json:1 is a chat"):
+        worked_examples(tmp_path / "shots.json")
 
 
 def test_a_name_of_the_settings_file_is_refused(params: Params, tmp_path: Path) -> None:

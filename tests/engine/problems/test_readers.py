@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,7 @@ def test_what_an_assistant_said_is_no_rule(row: dict) -> None:
         ("d.jsonl", '{"question": "q"}'.encode("utf-16"), "UTF-16.*iconv"),
         ("d.jsonl.zst", b"\x28\xb5\x2f\xfd....", "zstd"),
         ("d.jsonl.gz", gzip.compress(b'{"question": "q", "answer": "1"}\n' * 9)[:-9], "cannot be unpacked"),
+        ("d.jsonl.gz", gzip.compress(b"x" * 999)[:12] + b"\xff" * 99, "cannot be unpacked"),
         ("d.parquet", b"PAR1....", "not valid Parquet"),
         ("d.csv", b"Frage;Antwort\n1;2\n", "'Frage, Antwort'|'Frage;Antwort'"),
         ("d.csv", b"question,answer,answer\n1,2,3\n", "`answer` twice"),
@@ -216,6 +218,17 @@ def test_a_class_is_read_by_its_name(tmp_path: Path, name: str) -> None:
     assert [next(rows)[1].answer for _ in range(2)] == ["good", "bad"]
     with pytest.raises(ConfigError, match=rf"{name}:3 needs an `answer`"):
         next(rows)
+
+
+def test_an_array_on_one_line_is_not_held(tmp_path: Path) -> None:
+    rows = [{"question": f"{n}" * 300, "answer": str(n)} for n in range(1000, 9000)]
+    (tmp_path / "d.json").write_text(json.dumps(rows))
+    size = (tmp_path / "d.json").stat().st_size
+    tracemalloc.start()
+    assert sum(1 for _ in read_file(tmp_path / "d.json")) == len(rows)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 6 * CHUNK < size
 
 
 def test_an_array_is_read_in_pieces(tmp_path: Path) -> None:
