@@ -1,7 +1,7 @@
 """What a policy's problems take of the base's context, counted once, when the policy is created.
 
-A prompt that leaves no room for its answer would end the training, or train and never be scored. Rendered as
-for training, scoring and serving; only a tokenizer is loaded.
+A prompt over the context would end the training; one that leaves too little room has its answers cut short,
+without a word. Rendered as for training, scoring and serving; only a tokenizer is loaded.
 """
 
 import re

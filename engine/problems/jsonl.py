@@ -26,6 +26,8 @@ from engine.problems.rows import JsonlRow, row_of, stored_item, unused_columns
 HELD_OUT = 0.2
 MINIMUM = 8
 EVERY = 20_000
+# Columns that an import names, so that rows with keys of their own take no memory.
+NOTED = 20
 Check = Callable[[str], str | None]  # an answer -> its fault, or None
 
 
@@ -33,7 +35,7 @@ Check = Callable[[str], str | None]  # an answer -> its fault, or None
 class Import:
     """The result of an import: counts of lines, and the frozen items, smallest hash first.
 
-    `unused` are the columns of the file that no problem has.
+    `unused` are columns of the file that no problem has.
     """
 
     lines: int
@@ -79,9 +81,14 @@ def import_file(
     lines = kept = held_out = duplicates = 0
     unused: set[str] = set()
     state = hashlib.sha256()
+
+    def note(columns: set[str]) -> None:
+        if len(unused) < NOTED:
+            unused.update(columns)
+
     with tempfile.TemporaryDirectory(dir=training.parent) as scratch, training.open("wb") as output:
         seen = _SeenQuestions(Path(scratch) / "seen.db", source)
-        for number, row in read_rows(source, check, verifier, unused.update):
+        for number, row in read_rows(source, check, verifier, note):
             lines += 1
             if lines % EVERY == 0:
                 on_line(lines)

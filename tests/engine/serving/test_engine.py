@@ -287,6 +287,31 @@ def test_a_model_is_retrieved_by_name_and_the_base_by_its_directory(engine: Runn
     assert httpx.get(f"{engine.url}/v1/models/retrieved").status_code == 401
 
 
+def test_a_chat_of_the_data_is_what_the_engine_renders(engine: RunningEngine):
+    """A row's messages, rendered here for training, and by vLLM for a user who sends them."""
+    from engine.base.prompts import prompt_ids, tokenizer_of
+    from engine.problems.rows import row_of
+
+    said = (("system", "Be terse."), ("user", "1 + 1?"), ("assistant", "2"), ("user", "2 + 7?"))
+    messages = [{"role": role, "content": content} for role, content in said]
+    row = row_of({"messages": messages, "answer": "9"}, "d:1")
+    body = {"model": engine.base_name, "messages": messages, "max_tokens": 1, "return_token_ids": True}
+    with engine.client() as client:
+        answer = client.post("/v1/chat/completions", json=body).json()
+    assert answer["prompt_token_ids"] == prompt_ids(tokenizer_of(engine.base_path), row.asked)
+
+
+@pytest.mark.parametrize(("tokens", "answered"), [(232, 24), (233, 23)])
+def test_the_longest_prompt_that_policy_create_takes_has_a_whole_answer(
+    engine: RunningEngine, tokens: int, answered: int
+):
+    """`PromptLimits` takes 256 - 24 tokens; one more costs a token of the answer, without a word."""
+    body = {"model": engine.base_name, "prompt": [7] * tokens, "max_tokens": 24, "ignore_eos": True}
+    with engine.client() as client:
+        usage = client.post("/v1/completions", json=body).json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (tokens, answered)
+
+
 def test_chat_and_completion_see_the_same_tokens(engine: RunningEngine):
     from transformers import AutoTokenizer
 
