@@ -10,7 +10,7 @@ import re
 import stat
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,9 @@ from typing import Any
 
 from safetensors import safe_open
 
+from engine.adapters.module_patterns import Patterns
 from engine.adapters.packed import DTYPES
+from engine.adapters.peft_settings import refuse_unserved
 from engine.adapters.revision import CONFIG, TENSORS
 from engine.errors import AdapterError
 
@@ -30,20 +32,13 @@ RANK_LIMIT = 512
 # Names that a message may repeat: short, without control characters.
 NAMES = re.compile(r"[!-~]{1,300}")
 LARGEST = 1e12
-# peft's patterns are regular expressions; ours are paths with `.*`, whose matching cannot run away.
-PATTERN = re.compile(r"\^?(?:[\w-]|\\?\.(?!\*)|\.\*){1,300}\$?")
-WILD_LIMIT = 16
-# Settings that change what the tensors mean; each must have the value that means plain LoRA.
-PLAIN: Mapping[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "use_dora": (False, None),
-    "bias": ("none", None),
-    "lora_bias": (False, None),
-    "fan_in_fan_out": (False, None),
-    "modules_to_save": (None, [], {}),
-    "layer_replication": (None, []),
-    "trainable_token_indices": (None, [], {}),
-}
+# So many patterns may need a search of each module's path.
+SEARCHED_LIMIT = 16
+# What MLX writes: its own settings in a file of peft's name.
+MLX_FIELDS, MLX_TENSORS = frozenset({"lora_parameters", "fine_tune_type"}), "adapters.safetensors"
+SHARD = re.compile(r"adapter_model-\d+-of-\d+\.safetensors|adapter_model\.safetensors\.index\.json")
+# A Hugging Face cache: models--ORG--NAME/snapshots/COMMIT has links into models--ORG--NAME/blobs.
+CACHED, SNAPSHOTS, BLOBS = "models--", "snapshots", "blobs"
 
 
 @dataclass(frozen=True)
@@ -55,54 +50,16 @@ class TensorHeader:
     shape: tuple[int, ...]
 
 
-class Patterns:
-    """peft's `rank_pattern` or `alpha_pattern`: values by module; the first pattern that covers it counts."""
-
-    def __init__(self, values: Mapping[str, Any]):
-        self.paths: dict[str, tuple[int, Any]] = {}
-        self.wild: list[tuple[int, list[str], Any]] = []
-        for i, (pattern, value) in enumerate(values.items()):
-            anchored, plain = pattern.startswith("^"), pattern.strip("^$").replace("\\", "")
-            # peft wraps a linear module's weight under the name of the parameter.
-            plain = plain.removesuffix(".weight")
-            pieces = plain.split(".*")
-            if len(pieces) > 1:
-                self.wild.append((i, pieces, value))
-            else:
-                self.paths.setdefault("^" * anchored + plain, (i, value))
-
-    def get(self, module: str, default: Any) -> Any:
-        """Return the value for a module: a pattern covers the end of its path, from a dot or the start."""
-        parts = module.split(".")
-        ends = [".".join(parts[i:]) for i in range(len(parts))]
-        found = [self.paths[end] for end in ("^" + module, *ends) if end in self.paths]
-        found += [(i, value) for i, pieces, value in self.wild if any(_covers(pieces, end) for end in ends)]
-        return min(found, key=lambda item: item[0])[1] if found else default
-
-
-def _covers(pieces: list[str], text: str) -> bool:
-    first, *middle, last = pieces
-    end = len(text) - len(last)
-    if not text.startswith(first) or not text.endswith(last) or len(first) > end:
-        return False
-    at = len(first)
-    for piece in middle:
-        at = text.find(piece, at, end)
-        if at < 0:
-            return False
-        at += len(piece)
-    return True
-
-
 @dataclass(frozen=True)
 class Scaling:
-    """Rank and alpha of an adapter's modules, as in peft's LoraConfig."""
+    """Rank and alpha of an adapter's modules, as in peft's LoraConfig, and the base that it names."""
 
     rank: int
     alpha: float
     by_root: bool
     ranks: Patterns
     alphas: Patterns
+    base_name: str = ""
 
     def expected_rank(self, module: str) -> int:
         """Return the rank that the settings give a module."""
@@ -116,26 +73,26 @@ class Scaling:
 
 def read_scaling(directory: Path) -> Scaling:
     """Read `adapter_config.json`; `AdapterError` for anything that is not plain LoRA."""
-    path = _plain_file(directory, CONFIG)
-    if path.stat().st_size > CONFIG_LIMIT:
-        raise AdapterError(f"{path} has {path.stat().st_size} bytes; settings take at most {CONFIG_LIMIT}.")
+    path = own_file(directory, CONFIG, CONFIG_LIMIT)
     try:
         values = json.loads(path.read_text())
     except (ValueError, RecursionError):
         raise AdapterError(f"{path} is not JSON.") from None
     if not isinstance(values, dict):
         raise AdapterError(f"{path} must hold one object of settings, such as peft writes.")
-    for key, allowed in PLAIN.items():
-        if values.get(key, allowed[0]) not in allowed:
-            raise AdapterError(
-                f"{path} sets {key} to {_short(values[key])}; only plain LoRA can be imported."
-            )
+    if MLX_FIELDS & values.keys() and "peft_type" not in values:
+        raise AdapterError(
+            f"{path} is of an adapter that MLX made. Convert it to peft's form: each lora_a and lora_b "
+            "transposed as lora_A.weight and lora_B.weight, r the rank, lora_alpha the scale times the rank."
+        )
+    refuse_unserved(str(path), values)
     return Scaling(
         rank=_number(path, "r", values.get("r"), whole=True),
         alpha=_number(path, "lora_alpha", values.get("lora_alpha")),
         by_root=bool(values.get("use_rslora")),
-        ranks=Patterns(_patterns(path, "rank_pattern", values, whole=True)),
-        alphas=Patterns(_patterns(path, "alpha_pattern", values)),
+        ranks=_patterns(path, "rank_pattern", values, whole=True),
+        alphas=_patterns(path, "alpha_pattern", values),
+        base_name=re.sub(r"[^ -~]", "?", str(values.get("base_model_name_or_path") or "")[:300]),
     )
 
 
@@ -152,34 +109,69 @@ def _short(value: Any) -> str:
     return repr(value)[:80]
 
 
-def _patterns(path: Path, key: str, values: dict[str, Any], whole: bool = False) -> dict[str, Any]:
-    patterns = values.get(key) or {}
-    if not isinstance(patterns, dict):
-        raise AdapterError(f"{path} sets {key} to {_short(patterns)}; it must map modules to numbers.")
-    wild = sum(".*" in pattern for pattern in patterns)
-    wrong = [pattern for pattern in patterns if not PATTERN.fullmatch(pattern)]
-    if wrong or wild > WILD_LIMIT:
+def _patterns(path: Path, key: str, values: dict[str, Any], whole: bool = False) -> Patterns:
+    given = values.get(key) or {}
+    if not isinstance(given, dict):
+        raise AdapterError(f"{path} sets {key} to {_short(given)}; it must map modules to numbers.")
+    numbers = {one: _number(path, f"{key}[{one[:80]}]", value, whole) for one, value in given.items()}
+    for one in numbers:
+        try:
+            Patterns({one: 0})
+        except ValueError as error:
+            raise AdapterError(
+                f"{path} has the pattern {one[:80]!r} in {key}, which cannot be read: {error}. "
+                "Write the modules' paths there."
+            ) from None
+    found = Patterns(numbers)
+    if len(found.searched) > SEARCHED_LIMIT:
         raise AdapterError(
-            f"{path} has the unsupported pattern {(wrong or list(patterns))[0][:80]!r} in {key}, or too many "
-            f"patterns. Write module paths there; at most {WILD_LIMIT} may contain `.*`, and none a group."
+            f"{path} has {len(found.searched)} regular expressions in {key}, over {SEARCHED_LIMIT}. "
+            "Write the modules' paths there."
         )
-    return {pattern: _number(path, f"{key}[{pattern}]", value, whole) for pattern, value in patterns.items()}
+    return found
 
 
-def _plain_file(directory: Path, name: str) -> Path:
+def own_file(directory: Path, name: str, limit: int | None = None) -> Path:
+    """Return a regular file of the directory; `AdapterError` for a missing, too large or foreign one."""
     path = directory / name
     # A link inside the directory is fine; one to the outside could read any file of this machine.
-    if not path.resolve().is_relative_to(directory.resolve()):
+    if not any(path.resolve().is_relative_to(place) for place in _own_places(directory.resolve())):
         raise AdapterError(
             f"{path} is a link out of its directory, to {path.resolve()}. Replace it by a copy."
         )
     if not path.exists():
-        pickled = sorted(item.name for item in directory.glob("adapter_model.*") if item.name != TENSORS)
-        hint = f" {pickled[0]} is not opened: save it as safetensors." if pickled else ""
-        raise AdapterError(f"{directory} has no {name}.{hint}")
+        raise AdapterError(f"{directory} has no {name}.{_missing_reason(directory)}")
     if not stat.S_ISREG(path.stat().st_mode):
         raise AdapterError(f"{path} is not a regular file.")
+    if limit is not None and (size := path.stat().st_size) > limit:
+        raise AdapterError(f"{path} has {size} bytes; it may have at most {limit}.")
     return path
+
+
+def _own_places(directory: Path) -> Iterator[Path]:
+    """Yield where the links of a directory may lead: into itself, and in a cache into its blobs."""
+    yield directory
+    for parent in directory.parents:
+        if parent.name == SNAPSHOTS and parent.parent.name.startswith(CACHED):
+            yield parent.parent / BLOBS
+
+
+def _missing_reason(directory: Path) -> str:
+    """Say what a directory without one of the two files seems to be, or nothing."""
+    names = sorted(item.name for item in directory.iterdir())
+    if any(SHARD.fullmatch(name) for name in names):
+        return (
+            " The tensors are in shards, which peft does not read either: load them all with safetensors and "
+            f"save them as one {TENSORS}."
+        )
+    if MLX_TENSORS in names:
+        return f" {MLX_TENSORS} is of MLX: convert the adapter to peft's form."
+    if "adapter_model.bin" in names:
+        return " adapter_model.bin is not opened: save it as safetensors."
+    if "config.json" in names and CONFIG not in names:
+        return " It is a whole model, perhaps with the adapter merged: set it as `base.name`."
+    inner = [name for name in names if (directory / name / CONFIG).is_file()]
+    return f" The adapter is in {', '.join(inner[:3])}: give that directory." if inner else ""
 
 
 def read_entries(directory: Path) -> list[TensorHeader]:
@@ -187,7 +179,7 @@ def read_entries(directory: Path) -> list[TensorHeader]:
 
     Raises `AdapterError` for a missing, linked, pickled, truncated or inconsistent file.
     """
-    path = _plain_file(directory, TENSORS)
+    path = own_file(directory, TENSORS)
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -268,5 +260,5 @@ def _spans(path: Path, header: dict[str, Any]) -> Iterator[tuple[TensorHeader, i
 @contextmanager
 def opened(directory: Path) -> Iterator[Any]:
     """Open the tensors' file, which `read_entries` has verified, to read one tensor at a time."""
-    with safe_open(_plain_file(directory, TENSORS), framework="pt") as file:
+    with safe_open(own_file(directory, TENSORS), framework="pt") as file:
         yield file

@@ -13,12 +13,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from engine.adapters.foreign_names import reason_of
 from engine.adapters.revision import PEFT_PREFIX
 from engine.base.families import EXPERT, BaseShapes, Size
 from engine.errors import AdapterError
 
 Shape = tuple[int, ...]
-NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.weight)?")
+ENDS = "its name must end in .lora_A or .lora_B"
+# A state dict that was saved without peft names the adapter: `lora_A.default.weight`.
+NAME = re.compile(
+    r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?!(?:weight|bias)$)(?P<adapter>[\w-]+))?(?:\.weight)?"
+)
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,7 @@ def detect(shapes: Mapping[str, Shape], base: BaseShapes) -> Detected:
     """
     if not shapes:
         raise AdapterError("The adapter holds no tensors, so it would serve the base itself.")
+    _refuse_several(shapes)
     placed = [_place(name, shape, base) for name, shape in shapes.items()]
     routed = [(layout, factor) for layout, factor in placed if layout]
     layout = _one_layout(routed)
@@ -152,13 +158,29 @@ def detect(shapes: Mapping[str, Shape], base: BaseShapes) -> Detected:
     return Detected(_refine(layout, routed, shapes, base), whole, ranks)
 
 
+def peft_name(name: str) -> str:
+    """Return the name that peft gives a factor, without the name of an adapter in it."""
+    match = NAME.fullmatch(name)
+    assert match
+    return f"{PEFT_PREFIX}{match['module'].removeprefix(PEFT_PREFIX)}.lora_{match['side']}.weight"
+
+
+def _refuse_several(names: Iterable[str]) -> None:
+    matches = (NAME.fullmatch(name) for name in names)
+    found = sorted({match["adapter"] or "" for match in matches if match})
+    if len(found) > 1:
+        shown = ", ".join(repr(name[:80]) for name in found[:3])
+        raise AdapterError(
+            f"The tensors' names hold several adapters: {shown}. Save one with "
+            "`save_pretrained(..., selected_adapters=[NAME])`."
+        )
+
+
 def _place(name: str, shape: Shape, base: BaseShapes) -> tuple[str, Factor]:
     """Return the layout that a tensor is of, empty outside the routed experts, and where it belongs."""
     match = NAME.fullmatch(name)
     if match is None:
-        raise AdapterError(
-            f"The tensor {name[:200]!r} is not a LoRA factor: its name must end in .lora_A or .lora_B."
-        )
+        raise AdapterError(f"The tensor {name[:200]!r} is not a LoRA factor: {reason_of(name) or ENDS}.")
     given, side = match["module"].removeprefix(PEFT_PREFIX), match["side"]
     module = base.canonical_name(given)
     if module in base.linear:
@@ -180,7 +202,10 @@ def _place(name: str, shape: Shape, base: BaseShapes) -> tuple[str, Factor]:
         raise AdapterError(
             f"The tensor {name} has the shape {shape}; experts never have {len(shape)} axes under that name."
         )
-    raise AdapterError(f"The tensor {name} is for the module {given}, which the base does not have.")
+    reason = reason_of(name)
+    raise AdapterError(
+        f"The tensor {name} is for the module {given}, which the base does not have{reason and ': '}{reason}."
+    )
 
 
 def _one_layout(routed: Iterable[tuple[str, Factor]]) -> str:
@@ -196,7 +221,7 @@ def _check_pair(layout: str, sides: dict[str, Factor], shapes: Mapping[str, Shap
     for here, there in (("A", "B"), ("B", "A")):
         if here not in sides:
             factor = sides[there]
-            missing = re.sub(rf"lora_{there}(\.weight)?$", rf"lora_{here}\1", factor.name)
+            missing = f"lora_{here}".join(factor.name.rsplit(f"lora_{there}", 1))
             raise AdapterError(f"The adapter has the tensor {factor.name} but not its other half {missing}.")
     factor = sides["A"]
     rank = _rank(layout, factor, shapes[factor.name], base)

@@ -15,6 +15,11 @@ def stored_manifest(directory: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text())) if file.is_file() else {}
 
 
+def named_base(directory: Path) -> str:
+    """Return the other base that an imported adapter names as its own, or an empty string."""
+    return str(stored_manifest(directory).get("config", {}).get("import", {}).get("named_base", ""))
+
+
 def stored_probe(directory: Path) -> dict[str, Any]:
     """Return a revision's effect probe, unverified; {} when it has none, `AdapterError` for a damaged one."""
     file = directory / PROBE

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from engine.adapters.foreign_files import Patterns
+from engine.adapters.module_patterns import Patterns
 from engine.base.families import PROJECTIONS, BaseShapes
 from engine.errors import AdapterError, ConfigError
 
@@ -71,7 +71,11 @@ def by_pattern(names: Collection[str], default: Number, patterns: Mapping[str, N
     nothing.
     """
     for pattern in patterns:
-        if not any(Patterns({pattern: True}).get(name, False) for name in names):
+        try:
+            covers = Patterns({pattern: True})
+        except ValueError as error:
+            raise ConfigError(f"The pattern {pattern!r} cannot be read: {error}. Correct it.") from None
+        if not any(covers.get(name, False) for name in names):
             raise ConfigError(
                 f"The pattern {pattern!r} matches no projection of the adapter. Correct or remove it."
             )

@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from engine.adapters import revision
-from engine.adapters.foreign_files import Patterns
 from engine.adapters.layouts import LAYOUTS
+from engine.adapters.module_patterns import Patterns
 from engine.base.families import FAMILIES, BaseShapes
 from engine.errors import AdapterError
 from engine.publishing.foreign import read_adapter
