@@ -26,6 +26,7 @@ from engine.base.families import DROPPED_ON_CUDA, BaseShapes
 from engine.base.resident import ensure_base
 from engine.catalog.catalog import Catalog, Policy, Revision, open_catalog
 from engine.errors import AdapterError, BaseModelError, NotFound
+from engine.planning.adapters import slot_rank
 from engine.planning.gpu import cuda_bytes
 from engine.publishing.publish import publish, put, stored_tensors
 from engine.quality.probe import from_json
@@ -67,7 +68,8 @@ def check_fit(params: Params, base: Path, tensors: Tensors, manifest: Manifest, 
     if manifest.rank > params.engine.max_rank:
         raise AdapterError(
             f"The revision in {directory} has rank {manifest.rank}, over the engine's "
-            f"{params.engine.max_rank}. Raise `engine.max_rank`."
+            f"{params.engine.max_rank}. Set `engine.max_rank` to {slot_rank(manifest.rank)} and start the "
+            "services anew."
         )
     found = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     serving = serving_dtype(params)

@@ -113,7 +113,10 @@ class EngineConfig(Listener):
         description="Allow this many different adapters in a batch. Empty: 8 on a GPU; on a CPU what a "
         "quarter of the memory holds, at most 4 for each of max_num_seqs.",
     )
-    max_rank: Literal[1, 8, 16, 32, 64, 128] = Field(8, description="Serve adapters up to this LoRA rank.")
+    # Those of vLLM 0.32 (`MaxLoRARanks` in vllm/config/lora.py).
+    max_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = Field(
+        8, description="Serve adapters up to this LoRA rank."
+    )
     max_model_len: int = Field(
         256, ge=16, description="Serve sequences up to this many tokens, prompt and answer together."
     )
