@@ -101,13 +101,15 @@ def described(params: Params, catalog: Catalog, row: Revision) -> dict[str, Any]
     route, stone = catalog.routes.get(row.policy), catalog.tombstones.find(row.policy, row.digest)
     roles = [role for role in ("champion", "canary", "previous") if getattr(route, role) == row.digest]
     directory = params.paths.revision(row.policy, row.digest)
+    manifest = stored_manifest(directory)
     return {
         "name": served_name(row.policy, row.digest),
         **asdict(row),
         "roles": roles,
         "buried": stone.reason if stone else None,
         "quarantined": catalog.quarantine.reason(row.policy, row.digest),
-        "directory": str(directory) if stored_manifest(directory) else None,
+        "directory": str(directory) if manifest else None,
+        "imported": manifest.get("config", {}).get("import"),
     }
 
 

@@ -53,7 +53,12 @@ def load_model(policy: str, version: int, root: Path, url: str) -> Path:
 
 
 def describe(manifest: Manifest) -> dict[str, str | int]:
-    """Return the facts that a registry shows: digest, base, policy, parent, rank, step, code version."""
+    """Return the facts that a registry shows: digest, base, policy, parent, rank, step, code version.
+
+    An imported adapter that names another base than it is served on has both names too.
+    """
+    told = manifest.config.get("import", {})
+    names = {name: str(told[name]) for name in ("named_base", "base_name")} if told.get("named_base") else {}
     return {
         "digest": manifest.digest,
         "base": manifest.base_digest,
@@ -62,6 +67,7 @@ def describe(manifest: Manifest) -> dict[str, str | int]:
         "rank": manifest.rank,
         "step": manifest.step,
         "code_version": manifest.code_version,
+        **names,
     }
 
 

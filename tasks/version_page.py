@@ -151,9 +151,12 @@ def _curve(facts: VersionFacts) -> str:
 def _facts(facts: VersionFacts) -> str:
     probe = facts.probe.get("reason") or ("accepted" if facts.probe.get("accepted") else "has not run")
     cost = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in facts.seconds.items())
+    warning = (
+        f"\n- Made for the base {facts.named_base}, served on {facts.base_name}" if facts.named_base else ""
+    )
     return (
         f"### Facts\n\n- Effect probe: {probe}\n- Size: {facts.bytes:,} bytes, rank {facts.rank}"
-        f"\n- Cost: {cost or 'not known'}, {facts.tokens:,} trained tokens"
+        f"\n- Cost: {cost or 'not known'}, {facts.tokens:,} trained tokens{warning}"
     )
 
 

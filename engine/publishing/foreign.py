@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from engine.adapters import foreign_files
 from engine.adapters.foreign_files import RANK_LIMIT, Scaling, TensorHeader
 from engine.adapters.layout_tensors import to_canonical
 from engine.adapters.layouts import Detected, detect
-from engine.adapters.manifests import PROBE
+from engine.adapters.manifests import MANIFEST, PROBE
 from engine.adapters.packed import DTYPES
 from engine.adapters.revision import (
     CONFIG,
@@ -38,6 +38,7 @@ from engine.adapters.revision import (
 from engine.base.families import BaseShapes
 from engine.base.resident import BaseInfo, ensure_base
 from engine.errors import AdapterError, ConfigError
+from engine.publishing.base_files import BaseClaims, read_claims
 from engine.publishing.importing import (
     check_fit,
     has_probe,
@@ -45,6 +46,7 @@ from engine.publishing.importing import (
     refuse_other_text,
     serving_dtype,
 )
+from engine.publishing.peft_proof import PeftProof, left_out_reason
 from engine.quality.probe import Probe
 from engine.settings.params import POLICY_NAME, Params
 
@@ -68,10 +70,12 @@ class Found:
 
 @dataclass(frozen=True)
 class Foreign:
-    """An adapter in canonical form, with what was found in its files."""
+    """An adapter in canonical form, with what was found in its files and beside them."""
 
     found: Found
     tensors: Tensors = field(repr=False)
+    base_name: str = ""
+    claims: BaseClaims = field(default_factory=BaseClaims)
 
     @property
     def rank(self) -> int:
@@ -91,13 +95,15 @@ class Foreign:
 def inspect(params: Params, directory: Path) -> tuple[Foreign, BaseInfo]:
     """Read an adapter for the base of these settings, in the serving dtype.
 
-    Raises as `read_adapter`, and `BaseModelError` for one trained with other text files of the base.
+    Raises as `read_adapter`, `AdapterError` as well for tokens that the base does not have, and
+    `BaseModelError` for an adapter that was trained with other text files of the base.
     """
     base = ensure_base(params.base, params.paths)
     if (directory / MANIFEST).is_file():
         refuse_other_text(read_manifest(directory), base, directory, params.base.text_digest)
     shapes = BaseShapes.read(base.path)
-    return read_adapter(directory, shapes, getattr(torch, serving_dtype(params))), base
+    foreign = read_adapter(directory, shapes, getattr(torch, serving_dtype(params)))
+    return replace(foreign, claims=read_claims(directory, foreign.base_name, base)), base
 
 
 def publish(
@@ -108,12 +114,15 @@ def publish(
     policy: str,
     owner: str,
     make_probe: MakeProbe,
+    say: Callable[[str], object] = lambda sentence: None,
 ) -> Manifest:
     """Publish an inspected adapter in catalog and store as a revision of `policy`; idempotent.
 
-    A revision directory of that policy keeps its probe, any other gets one from `make_probe`. The original
-    files are kept beside the revisions, since dtype or scale may have been converted. Raises `ConfigError`
-    for an invalid policy name, and `AdapterError` for a rank that the engine does not serve.
+    A revision directory of that policy keeps its probe, any other gets one from `make_probe`, which peft must
+    reproduce; the manifest's `import` records how that ended, and another base's name. The original files are
+    kept beside the revisions, since dtype or scale may have been converted. `say` receives what peft found.
+    Raises `ConfigError` for an invalid policy name, and `AdapterError` for a rank that the engine does not
+    serve and for an adapter of which peft computes something else.
     """
     if not POLICY_NAME.fullmatch(policy):
         raise ConfigError(f"{policy!r} is not a policy name. Use lower-case letters, digits and dashes.")
@@ -137,11 +146,29 @@ def publish(
         params.state_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=params.state_dir) as folder:
             draft = write_revision(Path(folder) / "revision", foreign.tensors, manifest, {})
-            (draft / PROBE).write_text(json.dumps(make_probe(manifest, draft).to_json()))
+            probe, proof = _proven(params, directory, foreign, base, lambda: make_probe(manifest, draft))
+            say(proof)
+            told = {"peft": proof, "named_base": foreign.claims.other_base, "base_name": base.name}
+            manifest = replace(manifest, config={"import": told})
+            (draft / MANIFEST).write_text(json.dumps(asdict(manifest)))
+            (draft / PROBE).write_text(json.dumps(probe.to_json()))
             import_revision(params, draft, owner)
     # Also in a repeated import: the first may have been killed before this.
     _keep_original(directory, made.with_name(f"{made.name}.original"))
     return manifest
+
+
+def _proven(
+    params: Params, directory: Path, foreign: Foreign, base: BaseInfo, make_probe: Callable[[], Probe]
+) -> tuple[Probe, str]:
+    """Return the effect probe and a sentence on peft's proof of it; `AdapterError` when peft differs."""
+    dtype = serving_dtype(params)
+    reason = left_out_reason(base, dtype, foreign.found.layout, foreign.found.family)
+    if reason:
+        return make_probe(), f"The proof by peft is left out: {reason}."
+    with PeftProof(base, directory, dtype) as proof:
+        probe = make_probe()
+        return probe, proof.check(probe)
 
 
 def _keep_original(directory: Path, kept: Path) -> None:
@@ -168,7 +195,7 @@ def read_adapter(directory: Path, base: BaseShapes, dtype: torch.dtype | None = 
     _check_ranks(detected, scaling)
     tensors = _load(directory, detected, scaling, base, dtype)
     validate(tensors, None, base.modules())
-    return Foreign(_describe(entries, detected, tensors, base), tensors)
+    return Foreign(_describe(entries, detected, tensors, base), tensors, scaling.base_name)
 
 
 def _check_ranks(detected: Detected, scaling: Scaling) -> None:
@@ -183,7 +210,7 @@ def _check_ranks(detected: Detected, scaling: Scaling) -> None:
             )
         if rank > RANK_LIMIT * (2 if fused else 1):
             raise AdapterError(
-                f"The tensor {factor.name} has the rank {rank}; the engine serves at most {RANK_LIMIT}."
+                f"The tensor {factor.name} has the rank {rank}, over vLLM's limit of {RANK_LIMIT}."
             )
 
 

@@ -5,11 +5,12 @@ A canary's evidence is replayed in the order in which the controller saw it.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import duckdb
 
-from engine.adapters.manifests import stored_manifest
+from engine.adapters.manifests import named_base, stored_manifest
 from engine.catalog.catalog import Catalog, Release
 from engine.ledger.canaries import CanaryReader
 from engine.ledger.ledger import open_snapshot
@@ -91,7 +92,7 @@ def collect(
         policies=seen.policies,
         curves=tuple(curves),
         releases=results,
-        revisions=seen.revisions,
+        revisions=tuple(_with_claim(row, revisions_dir) for row in seen.revisions),
         answers=tuple(filter(None, answers)),
         notices=tuple(
             Event(it.at, it.name.removeprefix("graftwork."), it.policy, it.revision, it.reason)
@@ -129,6 +130,13 @@ def _made(revisions: Sequence[RevisionRow], directory: Path | None) -> dict[str,
         session = manifest.get("config", {}).get("session")
         made |= {session: row.digest} if session else {}
     return made
+
+
+def _with_claim(row: RevisionRow, directory: Path | None) -> RevisionRow:
+    """Add the other base that an imported adapter names, from its manifest."""
+    if directory is None:
+        return row
+    return replace(row, named_base=named_base(directory / row.policy / row.digest[:DIGEST12]))
 
 
 def _curves(

@@ -84,7 +84,8 @@ class RevisionRow:
     """An exported revision; `role` is champion, canary, previous, buried (it has a tombstone) or empty.
 
     `online` is the mean reward of `units` users. `accepted` is the effect probe's result, None until it has
-    run. `verdict` is the newest one, `reason` its reason, else the tombstone's.
+    run. `verdict` is the newest one, `reason` its reason, else the tombstone's. `named_base` is the
+    other base that an imported adapter names as its own.
     """
 
     policy: str
@@ -101,6 +102,7 @@ class RevisionRow:
     accepted: bool | None = None
     verdict: str = ""
     reason: str = ""
+    named_base: str = ""
 
 
 @dataclass(frozen=True)

@@ -241,6 +241,9 @@ def _data_link(
     config = manifest.get("config")
     if not config:
         return Link("data", False, _no_manifest(revision))
+    if imported := config.get("import"):
+        made = f" It was made for the base {imported['named_base']}." if imported["named_base"] else ""
+        return Link("data", False, f"The adapter was imported; its data is not known here.{made}", imported)
     suites = dict(ledger.execute(SUITE, [revision.policy, revision.digest]).fetchall())
     known = {name: config.get(name) for name in ("task", "data_digest", "seed", "line_seed", "suite")}
     known |= {"judged_by": contract_of(config), "suite_versions": suites}

@@ -181,11 +181,15 @@ def import_(
     if not as_json:
         ranks = ", ".join(f"{rank} on {count}" for rank, count in found.ranks.items())
         display.print_row(asdict(found) | {"ranks": f"{ranks} modules", "digest": digest})
+    for note in foreign.claims.notes:
+        say(note)
+    shown: dict[str, Any] = {"found": asdict(found), "digest": digest, "notes": foreign.claims.notes}
     if policy is None:
         say("Nothing was imported. Give --policy NAME to import it.")
-        return _print_import(asdict(found), digest, None, None) if as_json else None
+        return _print_import(shown, None, None) if as_json else None
     reuse_purged_name(settings, policy, owner, reuse_name or again)
-    manifest = publish(settings, path, foreign, base, policy, owner, probe_by_base(settings, base, say))
+    make_probe = probe_by_base(settings, base, say)
+    manifest = publish(settings, path, foreign, base, policy, owner, make_probe, say)
     name, proven = served_name(policy, manifest.digest), None
     say(f"The adapter is imported as {name}.")
     if any(state.name == "engine" and state.state == "running" for state in services.status(settings)):
@@ -197,15 +201,15 @@ def import_(
             f"Run `graftwork serve --revision {name}` to check it."
         )
     if as_json:
-        _print_import(asdict(found), manifest.digest, name, proven)
+        _print_import({**shown, "peft": manifest.config.get("import", {}).get("peft")}, name, proven)
 
 
 def _silent(_: str) -> None:
     """Drop a message that must not mix with JSON."""
 
 
-def _print_import(found: dict[str, Any], digest: str, name: str | None, proven: str | None) -> None:
-    typer.echo(json.dumps({"found": found, "digest": digest, "imported": name, "probe": proven}, indent=2))
+def _print_import(shown: dict[str, Any], name: str | None, proven: str | None) -> None:
+    typer.echo(json.dumps({**shown, "imported": name, "probe": proven}, indent=2))
 
 
 @adapters_app.command("export")
