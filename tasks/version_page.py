@@ -88,7 +88,7 @@ def page(params: Params, client: "MlflowClient", facts: VersionFacts) -> str:
         _verdicts(facts),
         _lineage(client, facts),
         _curve(facts),
-        _facts(facts),
+        facts_of(facts),
         f"[Releases and evidence]({params.url('controller')}/)",
     ]
     return "\n\n".join(part for part in parts if part)
@@ -148,7 +148,7 @@ def _curve(facts: VersionFacts) -> str:
     return f"### Learning curve\n\n`{line}` {spoken([Curve(facts.policy, facts.digest, facts.steps)])}"
 
 
-def _facts(facts: VersionFacts) -> str:
+def facts_of(facts: VersionFacts) -> str:
     probe = facts.probe.get("reason") or ("accepted" if facts.probe.get("accepted") else "has not run")
     cost = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in facts.seconds.items())
     warning = (

@@ -50,6 +50,9 @@ REMEDIES: Mapping[str, str] = {
     "layer_replication": "The base has its layers once. " + MERGE,
     "use_qalora": "It pools the inputs of a quantized base. " + MERGE,
     "megatron_config": "Export the adapter in peft's own form.",
+    **dict.fromkeys(
+        ("velora_config", "monteclora_config", "use_bdlora", "arrow_config", "kasa_config"), MERGE
+    ),
 }
 UNKNOWN = (
     "What the field changes is not known here. Train and save with a plain LoraConfig, or merge the adapter."

@@ -92,7 +92,7 @@ def collect(
         policies=seen.policies,
         curves=tuple(curves),
         releases=results,
-        revisions=tuple(_with_claim(row, revisions_dir) for row in seen.revisions),
+        revisions=tuple(with_claim(row, revisions_dir) for row in seen.revisions),
         answers=tuple(filter(None, answers)),
         notices=tuple(
             Event(it.at, it.name.removeprefix("graftwork."), it.policy, it.revision, it.reason)
@@ -132,7 +132,7 @@ def _made(revisions: Sequence[RevisionRow], directory: Path | None) -> dict[str,
     return made
 
 
-def _with_claim(row: RevisionRow, directory: Path | None) -> RevisionRow:
+def with_claim(row: RevisionRow, directory: Path | None) -> RevisionRow:
     """Add the other base that an imported adapter names, from its manifest."""
     if directory is None:
         return row

@@ -22,7 +22,8 @@ BASE = shapes("qwen3_moe")
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 EXPERTS = "base_model.model.model.layers.2.mlp.experts"
 ROUTER = "base_model.model.model.layers.2.mlp.gate"
-QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
+MODEL = "base_model.model.model"
+QUERY = f"{MODEL}.layers.0.self_attn.q_proj"
 # A tensor of the experts in each layout, and its A and B.
 SAMPLE = {
     "per-expert": f"{EXPERTS}.1.down_proj",
@@ -167,13 +168,13 @@ CORPUS |= {
         )), "base does not have"
     ),
     "Inf": (tensors_changed(lambda t: t[f"{QUERY}.lora_A.weight"].fill_(float("inf"))), "NaN or Inf"),
-    "a bias": (tensors_changed(lambda t: t.update({f"{QUERY}.bias": torch.ones(12)})), "not a LoRA factor"),
+    "a bias": (tensors_changed(lambda t: t.update({f"{QUERY}.bias": torch.ones(12)})), "it is a bias"),
     "a full weight": (
         tensors_changed(lambda t: t.update({f"{QUERY}.weight": torch.ones(12, 8)})), "not a LoRA factor"
     ),
     "a magnitude of DoRA": (
         tensors_changed(lambda t: t.update({f"{QUERY}.lora_magnitude_vector": torch.ones(12)})),
-        "not a LoRA factor",
+        "it is of DoRA",
     ),
     "the router": (
         tensors_changed(lambda t: t.update(

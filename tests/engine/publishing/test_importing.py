@@ -44,6 +44,12 @@ def expert_base(request, tmp_path_factory) -> tuple[str, Path]:
     return request.param, directory
 
 
+@pytest.fixture
+def no_peft(monkeypatch) -> None:
+    """Publish without peft's proof, which tests/engine/publishing/test_peft_proof.py is about."""
+    monkeypatch.setattr("engine.publishing.foreign.left_out_reason", lambda *_: "a test")
+
+
 def settings_of(base: Path, state: Path) -> Params:
     return Params(state_dir=state, base={"name": str(base)}, trainer={"port": free_port()})
 
@@ -70,6 +76,7 @@ def test_an_adapter_from_elsewhere_becomes_a_revision_by_the_command(tiny_base, 
     assert "layout          plain" in runs[0]
     assert "Nothing was imported" in runs[0]
     assert "loading the base" in runs[1]
+    assert "peft computes the same within" in runs[1]
     assert f"imported as afar@{digest[:12]}" in runs[1]
     assert f"`graftwork serve --revision afar@{digest[:12]}`" in runs[1]
     params = load_params(tmp_path / "params.yaml")
@@ -92,6 +99,7 @@ def test_an_adapter_from_elsewhere_becomes_a_revision_by_the_command(tiny_base, 
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("no_peft")
 def test_an_import_as_json_and_into_a_name_that_was_purged(tiny_base, tmp_path):
     """A purged name is refused before the probe is computed, and taken again on purpose."""
     from tasks.purge import purge
@@ -107,6 +115,7 @@ def test_an_import_as_json_and_into_a_name_that_was_purged(tiny_base, tmp_path):
     imported = json.loads(command(tmp_path, *given))
     name = f"afar@{imported['digest'][:12]}"
     assert (imported["imported"], imported["digest"]) == (name, looked["digest"])
+    assert imported["peft"] == "The proof by peft is left out: a test."
     params = load_params(tmp_path / "params.yaml")
     purge(params, "afar", "ann", "asked for it", lambda place, counts: None)
     assert not list(tmp_path.glob("state/revisions/*"))
@@ -136,6 +145,7 @@ def merged(base: Path, tensors: dict, probe: Probe) -> list[list[float]]:
     return rows
 
 
+@pytest.mark.usefixtures("no_peft")
 @pytest.mark.parametrize("layout", ["per-expert", "megatron-3d", "shared-outer"])
 def test_adapters_of_experts_and_latent_attention_are_imported_with_a_probe(expert_base, tmp_path, layout):
     name, path = expert_base
@@ -170,6 +180,7 @@ def one_row(manifest, directory) -> Probe:
     return Probe(manifest.digest, manifest.base_digest, "float32", ROWS)
 
 
+@pytest.mark.usefixtures("no_peft")
 def test_a_revision_of_ours_keeps_its_probe(tiny_base, tmp_path):
     params, base = settings_of(tiny_base, tmp_path / "state"), BaseShapes.read(tiny_base)
     tensors = canonical(base)
@@ -190,6 +201,7 @@ def test_a_revision_of_ours_keeps_its_probe(tiny_base, tmp_path):
     assert from_json(probe).rows == ROWS
 
 
+@pytest.mark.usefixtures("no_peft")
 def test_the_row_comes_last_so_that_a_crash_leaves_nothing_to_serve(tiny_base, tmp_path, monkeypatch):
     params, base = settings_of(tiny_base, tmp_path / "state"), BaseShapes.read(tiny_base)
     source = write(tmp_path / "source", canonical(base), "plain", base)
@@ -213,6 +225,7 @@ def test_the_row_comes_last_so_that_a_crash_leaves_nothing_to_serve(tiny_base, t
     catalog.close()
 
 
+@pytest.mark.usefixtures("no_peft")
 def test_damaged_bytes_are_written_anew_by_the_next_import(tiny_base, tmp_path):
     """Whole bytes are left where they are; changed, cut off or missing ones come again elsewhere."""
     params, base = settings_of(tiny_base, tmp_path / "state"), BaseShapes.read(tiny_base)
@@ -285,6 +298,7 @@ def test_a_target_that_vllm_drops_on_cuda_is_refused_there_alone(tmp_path, monke
     assert set(base.targets_on(cuda=False)) - set(base.targets_on(cuda=True)) == {"kv_b_proj"}
 
 
+@pytest.mark.usefixtures("no_peft")
 def test_a_converted_adapter_keeps_what_it_was_read_from(tiny_base, tmp_path):
     """Another dtype and another scale: the digest is of what is served, the original stays beside it."""
     params, base = settings_of(tiny_base, tmp_path / "state"), BaseShapes.read(tiny_base)

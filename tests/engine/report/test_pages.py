@@ -327,3 +327,12 @@ def test_a_parent_that_is_not_shown_leads_to_the_last_row():
     rows = [RevisionRow("p", "b", "gone", 1, 8, 1, 0.0)]
     assert arrange(rows, champion=None) == [Node("b", 0, 0, 1)]
     assert "older revisions" in lineage(rows, None)
+
+
+def test_another_base_that_an_adapter_names_is_on_the_page_and_escaped(world, tmp_path):
+    data = gather(world)
+    first, *others = data.revisions
+    named = replace(data, revisions=(replace(first, named_base="Qwen/<b>8B"), *others))
+    page = write_report(named, tmp_path / "report.html").read_text()
+    assert f"made for Qwen/&lt;b&gt;8B, served on {data.base}" in page
+    assert "made for" not in write_report(data, tmp_path / "other.html").read_text()
