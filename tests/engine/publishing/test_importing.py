@@ -267,7 +267,7 @@ def test_what_the_engine_cannot_serve_is_refused_before_anything_is_written(tiny
     params, base = settings_of(tiny_base, tmp_path / "state"), BaseShapes.read(tiny_base)
     wide = write(tmp_path / "wide", canonical(base, default=64), "plain", base)
     foreign, info = inspect(params, wide)
-    with pytest.raises(AdapterError, match=r"rank 64.*`engine\.max_rank`"):
+    with pytest.raises(AdapterError, match=r"rank 64.*Set `engine\.max_rank` to 64"):
         publish(params, wide, foreign, info, "afar", "local", refuse)
     with pytest.raises(ConfigError, match="'A Far'"):
         publish(params, wide, foreign, info, "A Far", "local", refuse)
