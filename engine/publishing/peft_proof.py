@@ -54,7 +54,7 @@ class PeftProof:
         """Start the process on a directory whose files have been checked."""
         self._scratch = TemporaryDirectory(prefix="graftwork-peft-", ignore_cleanup_errors=True)
         folder = Path(self._scratch.name)
-        _hand_over(directory, folder)
+        hand_over(directory, folder)
         command = [sys.executable, "-m", "engine.publishing.peft_process", str(os.getpid())]
         self._errors = (folder / "stderr").open("w+")
         self._process = subprocess.Popen(
@@ -121,7 +121,7 @@ def compare(probe: Probe, theirs: Sequence[Sequence[float]], unused: Sequence[st
     )
 
 
-def _hand_over(directory: Path, folder: Path) -> None:
+def hand_over(directory: Path, folder: Path) -> None:
     """Give peft the two files alone, the tensors under its own names."""
     tensors = (directory / TENSORS).resolve()
     (folder / CONFIG).symlink_to((directory / CONFIG).resolve())

@@ -176,7 +176,39 @@ def test_the_worst_place_is_named(tiny_base, good):
         compare(probe, rows)
 
 
-@pytest.mark.long
+def test_peft_gets_the_two_files_alone_under_its_own_names(tmp_path, good):
+    adapter = changed(good, tmp_path / "a")
+    file = adapter / "adapter_model.safetensors"
+    names = load_file(file)
+    save_file({name.replace(".weight", ".default.weight"): value for name, value in names.items()}, file)
+    for source, is_link in ((good, True), (adapter, False)):
+        (folder := tmp_path / f"of-{source.name}-{is_link}").mkdir()
+        peft_proof.hand_over(source, folder)
+        assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", file.name]
+        assert load_file(folder / file.name).keys() == names.keys()
+        assert (folder / file.name).is_symlink() is is_link
+
+
+def test_nothing_is_published_of_an_adapter_that_is_not_proven(tiny_base, tmp_path, good, monkeypatch):
+    """What peft's process answers is made up here."""
+    params = Params(state_dir=tmp_path / "state", base={"name": str(tiny_base)})
+    foreign, base = inspect(params, good)
+    rows = served(tiny_base, good)
+    probe = probe_of(tiny_base, good, rows)
+    monkeypatch.setattr(PeftProof, "__init__", lambda *_: None)
+    monkeypatch.setattr(PeftProof, "__exit__", lambda *_: None)
+    monkeypatch.setattr(
+        PeftProof, "check", lambda self, probe: compare(probe, [row.base for row in probe.rows])
+    )
+    with pytest.raises(AdapterError, match="something else"):
+        publish(params, good, foreign, base, "afar", "local", lambda *_: probe)
+    assert not list(tmp_path.glob("state/revisions/*"))
+    assert not params.paths.has_catalog
+    monkeypatch.setattr(PeftProof, "check", lambda self, probe: compare(probe, rows))
+    assert publish(params, good, foreign, base, "afar", "local", lambda *_: probe).config["import"]["peft"]
+
+
+@pytest.mark.slow
 def test_an_import_of_which_peft_computes_something_else_publishes_nothing(tiny_base, tmp_path, good):
     """In peft's own process, with a state dict's names, which are its own names for peft."""
     adapter = changed(good, tmp_path / "a", layers_to_transform=[1], target_modules=["q_proj", "up_proj"])

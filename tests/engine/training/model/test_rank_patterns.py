@@ -135,3 +135,5 @@ def test_patterns_and_targets_that_name_nothing_are_refused(base):
         base.new_adapter(4, 8.0, ("layers.9.mlp.up_proj",), torch.Generator())
     with pytest.raises(ConfigError, match="'o_proj'"):
         base.new_adapter(4, 8.0, ("q_proj",), torch.Generator(), {"o_proj": 2})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        base.new_adapter(4, 8.0, ("q_proj",), torch.Generator(), {"(?=q)q_proj": 2})
