@@ -123,8 +123,8 @@ def test_experts_in_three_axes_take_twice_the_rank():
     experts = sum(tensor.nbytes for name in stacked for tensor in getattr(layer, name))
     only = slot_bytes(base, 8, 2, targets=("gate_proj", "up_proj", "down_proj"), fused_experts=True)
     assert only == 2 * experts
-    with pytest.raises(ConfigError, match=r"rank 128.*256"):
-        plan(GPT_OSS_20B, 128)
+    with pytest.raises(ConfigError, match=r"rank 320.*640"):
+        plan(GPT_OSS_20B, 320)
 
 
 def test_kimi_k2():
@@ -176,8 +176,8 @@ def test_small_adapters_have_a_copy_in_each_process():
 
 
 def test_slots_are_of_ranks_that_vllm_has():
-    assert [slot_rank(rank) for rank in (1, 2, 8, 9, 65, 128)] == [1, 8, 8, 16, 128, 128]
-    for rank in (0, 129):
+    assert [slot_rank(rank) for rank in (1, 2, 8, 9, 65, 129, 257, 512)] == [1, 8, 8, 16, 128, 256, 320, 512]
+    for rank in (0, 513):
         with pytest.raises(ConfigError, match=f"rank {rank}"):
             slot_rank(rank)
 
