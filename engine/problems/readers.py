@@ -98,6 +98,7 @@ def _array(source: Path, handle: Bytes) -> Rows:
     while True:
         at = _after_space(buffer, at)
         if number and buffer[at : at + 1] == "]":
+            _refuse_rest(text, buffer[at + 1 :], source, number)
             return
         try:
             # Before the first element is the opening bracket, before each other one a comma.
@@ -105,6 +106,7 @@ def _array(source: Path, handle: Bytes) -> Rows:
                 raise ValueError(f"found {buffer[at : at + 1]!r} between two elements")
             start = _after_space(buffer, at + 1)
             if not number and buffer[start : start + 1] == "]":
+                _refuse_rest(text, buffer[start + 1 :], source, number)
                 return
             value, at = decode(buffer, start)
         except (ValueError, RecursionError) as error:
@@ -118,6 +120,17 @@ def _array(source: Path, handle: Bytes) -> Rows:
             continue
         number += 1
         yield number, value
+
+
+def _refuse_rest(text: IO[str], rest: str, source: Path, number: int) -> None:
+    """Raise `ConfigError` where anything but white space follows an array of `number` elements."""
+    while not (seen := rest.strip()):
+        if not (rest := _more(text, source, CHUNK)):
+            return
+    raise ConfigError(
+        f"{source} goes on after the `]` of its array of {number} element{'s' * (number != 1)}: "
+        f"{seen[:40]!r}. Give one array, or one object on each line, which `jq -cs 'flatten(1)[]'` writes."
+    )
 
 
 def _after_space(text: str, at: int) -> int:

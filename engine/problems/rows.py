@@ -20,7 +20,8 @@ Message = dict[str, str]
 # What a template renders: the text of a single user's message, or the messages of a chat.
 Asked = str | Sequence[Message]
 
-COLUMNS = {"question", "prompt", "answer", "completion", "messages", "conversations"}
+TEXTUAL, CHATS = ("question", "prompt"), ("messages", "conversations")
+COLUMNS = {*TEXTUAL, *CHATS, "answer", "completion"}
 SCHEMAS = (
     "A row has `question` (or `prompt`) and `answer`, or `prompt` and `completion`, or `messages`, or "
     "ShareGPT's `conversations`; rename other columns, with `datasets` by dataset.rename_columns({...})"
@@ -91,29 +92,38 @@ def stored_item(data: Any, where: str) -> JsonlRow:
 
 def unused_columns(data: Mapping[str, Any], row: JsonlRow) -> set[str]:
     """Return the columns with a value that neither prompt nor answer shows, such as a `context`."""
-    used = COLUMNS | {"system"} if row.messages else COLUMNS
+    used = COLUMNS - {*CHATS} | {_asking(data)}
+    if row.messages:
+        used.add("system")
     return {name for name in data.keys() - used if data[name] not in (None, "", [])}
 
 
 def _prompt(data: dict[str, Any], where: str) -> tuple[str, tuple[Message, ...], Any]:
     """Return a row's question, its messages if it is a chat, and what the assistant said after it."""
-    asked = data.get("prompt") if data.get("question") is None else data["question"]
-    chats = (data.get("messages"), data.get("conversations"), asked if isinstance(asked, list) else None)
-    turns = next((chat for chat in chats if chat is not None), None)
-    told = data.get("completion")
+    name = _asking(data)
+    asked, told = data.get(name), data.get("completion")
     if isinstance(told, list):
         told = _message(told[-1], where)["content"] if told else None
-    # `question` and `answer` keep their meaning beside a chat.
-    if _is_text(asked) and (turns is None or data.get("answer") is not None):
+    if name in TEXTUAL and _is_text(asked):
         return asked, (), told
-    if turns is None:
+    if name in TEXTUAL and (not asked or not isinstance(asked, list)):
         raise ConfigError(
             f"{where} needs a `question` (or `prompt`) with non-empty text. {_seen(data)}. {SCHEMAS}."
         )
-    messages, said = _split(_messages(turns, data, where), where)
+    messages, said = _split(_messages(asked, data, where), where)
     question = "\n\n".join(one["content"] for one in messages if one["role"] != "system")
     # A chat of one question is that question.
     return question, () if len(messages) == 1 else messages, said if told is None else told
+
+
+def _asking(data: Mapping[str, Any]) -> str:
+    """Return the name of the column that is a row's prompt; null and an empty list count as no column."""
+    given = [name for name in (*TEXTUAL, *CHATS) if data.get(name) not in (None, [])]
+    text = next((name for name in given if name in TEXTUAL), TEXTUAL[0])
+    chat = next((name for name in given if name in CHATS), text)
+    # `question` and `answer` keep their meaning beside a chat.
+    is_kept = _is_text(data.get(text)) and data.get("answer") is not None
+    return text if is_kept else chat
 
 
 def _expected(data: dict[str, Any], told: Any, verifier: str, where: str) -> str:
@@ -143,7 +153,7 @@ def _expected(data: dict[str, Any], told: Any, verifier: str, where: str) -> str
 
 
 def _messages(turns: Any, data: Mapping[str, Any], where: str) -> list[Message]:
-    if not isinstance(turns, list) or not turns:
+    if not isinstance(turns, list):
         raise ConfigError(
             f"{where} has a chat that is {type(turns).__name__} {str(turns)[:40]!r}, not a list of messages. "
             'Write [{"role": "user", "content": "1 + 2 ="}] as JSON; a CSV file cannot hold it.'

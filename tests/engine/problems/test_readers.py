@@ -13,7 +13,7 @@ import pytest
 from engine.errors import ConfigError
 from engine.problems.jsonl import import_file, read_rows
 from engine.problems.readers import CHUNK, read_file
-from engine.problems.rows import JsonlRow, row_of
+from engine.problems.rows import JsonlRow, row_of, unused_columns
 
 ROWS = [{"question": f'What is {n}, or "{n};\n{n}"?', "answer": f"{n:03}"} for n in range(120)]
 
@@ -98,6 +98,11 @@ SHAREGPT = [
         # The union of two schemas, as a table writes it: the columns of the other one are null.
         ({"question": None, "prompt": "q", "answer": "1", "messages": None}, JsonlRow("q", "1")),
         ({"question": None, "answer": None, "messages": [USER, SAID]}, JsonlRow("2 + 2?", "4")),
+        # So does one that leaves its lists empty.
+        ({"prompt": "q", "completion": "1", "messages": [], "conversations": None}, JsonlRow("q", "1")),
+        ({"prompt": "q", "completion": "1", "messages": None, "conversations": []}, JsonlRow("q", "1")),
+        ({"question": [], "prompt": "q", "answer": "1"}, JsonlRow("q", "1")),
+        ({"messages": [], "conversations": SHAREGPT}, JsonlRow(TURNS, "6", CHAT)),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "2?"}]}, SAID | {"name": None}]},
          JsonlRow("2?", "4")),
         # As before.
@@ -107,6 +112,23 @@ SHAREGPT = [
 def test_rows_of_each_schema(row: dict, expected: JsonlRow) -> None:
     assert row_of(row, "d:1", "exact") == expected
     assert row_of(json.loads(expected.to_json()), "d:1") == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"question": "q", "answer": "1", "messages": [*CHAT]}, {"messages"}),
+        ({"prompt": "q", "answer": "1", "conversations": SHAREGPT, "system": "Be terse."},
+         {"conversations", "system"}),
+        ({"messages": [USER, SAID], "conversations": SHAREGPT}, {"conversations"}),
+        ({"messages": [USER, SAID], "conversations": []}, set()),
+        ({"conversations": SHAREGPT[1:], "system": "Be terse."}, set()),
+        ({"prompt": "first", "completion": "1", "messages": [*CHAT, SAID]}, set()),
+        ({"question": None, "prompt": "q", "answer": "1", "messages": []}, set()),
+    ],
+)  # fmt: skip
+def test_a_chat_that_is_not_the_prompt_is_an_unused_column(row: dict, expected: set[str]) -> None:
+    assert unused_columns(row, row_of(row, "d:1", "exact")) == expected
 
 
 @pytest.mark.parametrize(
@@ -128,7 +150,9 @@ def test_a_worked_answer_counts_as_its_last_line(answer: str, verifier: str, exp
     ("row", "fault"),
     [
         ({"messages": "user: 2?", "answer": "4"}, "str 'user: 2\\?', not a list"),
-        ({"messages": [], "answer": "4"}, "not a list"),
+        ({"messages": {}, "answer": "4"}, "not a list"),
+        ({"messages": [], "answer": "4"}, "needs a `question`"),
+        ({"prompt": [], "completion": [SAID]}, "needs a `question`"),
         ({"messages": ["2?"], "answer": "4"}, "not an object"),
         ({"messages": [USER]}, "needs an `answer`.*`messages`"),
         ({"messages": [SAID], "answer": "4"}, "no message of the user"),
@@ -179,6 +203,14 @@ def test_what_an_assistant_said_is_no_rule(row: dict) -> None:
         ("d.json", b'[{"question": "q", "answer": "1"}', "Element 2 .*not valid JSON"),
         ("d.json", b'["q"]', r"d\.json:1 must be an object"),
         ("d.json", b"[]", "is empty"),
+        ("d.json", b'[{"question": "q", "answer": "1"}]\n[{"question": "r", "answer": "2"}]',
+         r"after the `\]` .*1 element.*'\[\{\"question\": \"r\".*one array, or one object on each line"),
+        ("d.json", b'[{"question": "q", "answer": 1}]\n{"question": "r", "answer": "2"}', r"after the `\]` "),
+        ("d.json", b'[]\n{"question": "r", "answer": "2"}', r"after the `\]` .*0 elements"),
+        ("d.json", b'[{"question": "q", "answer": "1"}]' + b" " * 3 * CHUNK + b"]", r"after the `\]`.*'\]'"),
+        # The bracket is the last character of a piece.
+        ("d.json", b'[{"question": "q", "answer": "1"}'.ljust(CHUNK - 1) + b"]\n[7]", r"after .*'\[7\]'"),
+        ("d.json.gz", gzip.compress(b'[{"question": "q", "answer": "1"}] 7'), r"after the `\]`.*'7'"),
     ],
 )  # fmt: skip
 def test_files_that_cannot_be_read_say_why(tmp_path: Path, name: str, content: bytes, fault: str) -> None:
