@@ -71,14 +71,16 @@ class PromptLimits:
     def add(self, number: int, row: JsonlRow) -> None:
         """Check one row. Raises `ConfigError` with its line for a chat that the template refuses.
 
-        So does a text that holds a control token of the base: it was rendered by a template already.
+        So does a text that holds a control token of the base, which its tokenizer would not read as text.
         """
         where = f"{self._source}:{number}"
         for text in [one["content"] for one in row.messages] or [row.question]:
             if token := self._control(text):
                 raise ConfigError(
-                    f"{where} contains {token!r}, a control token of the base. The base's template adds its "
-                    "own: give the plain text, or `messages` for a chat that is rendered already."
+                    f"{where} contains {token!r}, which the base's tokenizer reads as a control token, not "
+                    f"as text. Where a text mentions it, write it otherwise, as {_apart(token)!r}. Where a "
+                    "template has rendered the text, give what was there before, a chat as `messages`: the "
+                    "base's template adds its own tokens."
                 )
         if row.messages and not self._tokenizer.chat_template:
             raise ConfigError(
@@ -113,6 +115,10 @@ class PromptLimits:
                 f"{self._answers.longest} tokens, and an answer ends after {most}. Set max_tokens to "
                 f"{self._answers.longest + 1} (--max-tokens), or choose another verifier than exact."
             )
+
+
+def _apart(token: str) -> str:
+    return f"{token[0]} {token[1:]}"
 
 
 def _control_tokens(tokenizer: Any) -> Callable[[str], str | None]:

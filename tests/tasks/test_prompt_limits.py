@@ -104,6 +104,26 @@ def test_a_prompt_that_was_rendered_already_is_refused(params: Params, tmp_path:
         create_policy(params, "mine", source, "exact")
 
 
+def test_plain_text_that_mentions_a_control_token_is_told_so(
+    params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many bases have `<s>`, which is a tag of HTML as well: no template has rendered the text."""
+    import tasks.policies
+
+    def llama(path: Path):
+        tokenizer = tokenizer_of(path)
+        tokenizer.add_tokens(["<s>", "</s>", "<unk>"], special_tokens=True)
+        return tokenizer
+
+    monkeypatch.setattr(tasks.policies, "tokenizer_of", llama)
+    row = {"question": "Explain the HTML <s>tag</s>.", "answer": "strikes"}
+    source = write(tmp_path / "d.jsonl", [*plain(), row])
+    with pytest.raises(ConfigError, match=r"d\.jsonl:201 contains '<s>'.* not as text.*'< s>'.*template"):
+        create_policy(params, "mine", source, "exact")
+    row["question"] = "Explain the HTML < s>tag< /s>."
+    assert create_policy(params, "mine", write(source, [*plain(), row]), "exact").changed
+
+
 def test_a_chat_is_rendered_as_its_messages_in_training_and_scoring(params: Params, tmp_path: Path) -> None:
     create_policy(params, "mine", write(tmp_path / "d.jsonl", chats()), "exact", settings={"system": "No."})
     config = params.policy("mine")
