@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from engine.base.fitting import fitted_policy, fitting_settings
 from engine.base.prompts import prompt_text, tokenizer_of
-from engine.base.resident import base_config, ensure_base
+from engine.base.resident import BaseInfo, base_config, ensure_base
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.problems.general_text import GENERAL
 from engine.problems.jsonl import Check, Import, import_file, prompt_hash, read_rows
@@ -87,8 +87,9 @@ def create_policy(
 ) -> Created:
     """Create the policy `name` from a file that `readers` takes, or update it with newer data or settings.
 
-    Raises `ConfigError` for an invalid name, setting, line, loss or verifier, and `Conflict` when the name
-    is another owner's, or was purged and `reuse_name` is False.
+    Raises `ConfigError` for an invalid name, setting, line, loss or verifier, `Conflict` when the name is
+    another owner's, or was purged and `reuse_name` is False, and `BaseModelError` when the base's text files
+    are not those that the catalog knows.
     """
     _refuse_taken(params, name, owner, base)
     config = _settings(params, name, verifier, owner, settings or {})
@@ -103,7 +104,7 @@ def create_policy(
         _recover(params.suites_dir / name)
         # Another process may have taken the name since.
         _refuse_taken(params, name, owner, base)
-        tokenizer = tokenizer_of(ensure_base(params.base, params.paths).path)
+        tokenizer = tokenizer_of(_known_base(params).path)
         limits = PromptLimits(params, config, tokenizer, data)
         check, training = check_for(verifier), Path(draft) / TRAINING
         found = import_file(data, training, items, check, on_progress, verifier, limits.add)
@@ -142,6 +143,17 @@ def _refuse_taken(params: Params, name: str, owner: str, base: str | None) -> No
             f"The resident base is {params.base.name!r}, not {base!r}. Leave --base out, or set base.name."
         )
     _refuse_other_owner(params, name, owner)
+
+
+def _known_base(params: Params) -> BaseInfo:
+    """Return the base, whose text files are those of the catalog where it knows the base."""
+    from engine.catalog.catalog import open_catalog
+
+    info = ensure_base(params.base, params.paths)
+    if params.paths.has_catalog:
+        with open_catalog(params.paths) as catalog:
+            catalog.bases.check_text(info, params.base.text_digest)
+    return info
 
 
 def _settings(

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ConfigError, Conflict
+from engine.base.resident import ensure_base
+from engine.catalog.catalog import open_catalog
+from engine.errors import BaseModelError, ConfigError, Conflict
 from engine.problems.jsonl import read_rows
 from engine.problems.verifiers import RULES
 from engine.settings.params import BaseConfig, Params, known_policies, load_params
@@ -198,6 +200,27 @@ def test_a_name_of_the_settings_file_is_refused(params: Params, tmp_path: Path) 
 def test_another_base_is_refused(params: Params, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"resident base.*'other'"):
         create_policy(params, "mine", data(tmp_path / "d.jsonl"), "exact", base="other")
+
+
+def test_a_base_whose_template_was_exchanged_is_refused(
+    params: Params, tmp_path: Path, tiny_base: Path
+) -> None:
+    """The frozen prompts would be rendered by another template than the one of its revisions."""
+    own = shutil.copytree(tiny_base, tmp_path / "own")
+    params = params.model_copy(update={"base": BaseConfig(name=str(own))})
+    source = data(tmp_path / "d.jsonl")
+    with open_catalog(params.paths, migrated=True) as catalog:
+        assert create_policy(params, "unknown", source, "exact").changed
+        catalog.bases.register(ensure_base(params.base, params.paths))
+    assert create_policy(params, "known", source, "exact").changed
+    template = own / "chat_template.jinja"
+    template.write_text(template.read_text() + "\n")
+    with pytest.raises(BaseModelError, match=r"chat_template\.jinja changed") as refused:
+        create_policy(params, "mine", source, "exact")
+    assert known_policies(params) == ["known", "unknown"]
+    accepted = str(refused.value).partition("base.text_digest to ")[2][:12]
+    params = params.model_copy(update={"base": BaseConfig(name=str(own), text_digest=accepted)})
+    assert create_policy(params, "mine", source, "exact").changed
 
 
 @pytest.fixture
