@@ -15,7 +15,7 @@ from engine.errors import ConfigError, GraftworkError, NotFound
 from engine.files import replacing
 from engine.quality.estimate import interval, paired_difference
 from engine.settings.params import Params
-from tasks.stage_files import Files, opened_suite
+from tasks.stage_files import Files, opened_suite, read_json
 
 if TYPE_CHECKING:
     from tasks.score import Score
@@ -166,7 +166,8 @@ def record(params: Params, directory: Path, evaluation: Evaluation) -> int:
 
     files = Files(directory)
     manifest = read_manifest(files.revision)
-    suite = on_base(params, opened_suite(files), manifest.base_digest)
+    text = read_json(files.base / "base.json", "base").get("text_digest")
+    suite = on_base(params, opened_suite(files), manifest.base_digest, text)
     prompts = [item.prompt_digest for item in suite.items]
     for rows, digest in ((evaluation.answers[BASE], ""), (evaluation.answers[REVISION], manifest.digest)):
         if [row.prompt for row in rows] != prompts or {row.digest for row in rows} != {digest}:

@@ -46,12 +46,13 @@ def score_general(params: Params, policy: str, digest: str | None, key: str) -> 
     ledger has are reused. Raises the errors of `EngineClient.logprobs`.
     """
     started = time.monotonic()
-    tokenizer = tokenizer_of(ensure_base(params.base, params.paths).path)
+    base = ensure_base(params.base, params.paths)
+    tokenizer = tokenizer_of(base.path)
     windows = windows_of(tokenizer.encode(general_text(), add_special_tokens=False, verbose=False))
     suite = _suite(windows, params)
     with EngineClient(params.url("engine"), key, "score", TIMEOUT_S) as engine:
         marker = engine.marker()
-        suite = on_base(params, suite, marker["base"], marker.get("text_digest"))
+        suite = on_base(params, suite, marker["base"], base.text_digest)
         known = recorded(params, marker["base"], policy, digest, suite)
         items = known or tuple(
             ItemScore(item.id, math.exp(fmean(engine.logprobs(_name(policy, digest, marker), window))), "")

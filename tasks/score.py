@@ -8,15 +8,15 @@ import logging
 import time
 import uuid
 from collections import Counter
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from engine.catalog.catalog import open_catalog
+from engine.catalog.catalog import text_digests
 from engine.clients.engine import EngineClient
-from engine.errors import NotFound, ServiceError
+from engine.errors import ServiceError
 from engine.ledger.ledger import open_snapshot
 from engine.ledger.sender import open_spool
 from engine.quality.estimate import interval
@@ -101,24 +101,21 @@ def score(
     )  # fmt: skip
 
 
-def on_base(params: Params, suite: Suite, base: str, loaded: str | None = None) -> Suite:
-    """Return the suite as the ledger names it for this base.
+def on_base(params: Params, suite: Suite, base: str, text: str | None) -> Suite:
+    """Return the suite as the ledger names it for a base that answers with the text digest `text`.
 
-    Where other text files of the base were accepted, their digest is part of the version: scores of different
-    versions are never compared. Raises `ServiceError` for an engine that has loaded the files from before.
+    Where the digest in force is not the base's first, it is part of the version: scores of different versions
+    are never compared. Raises `ServiceError` for another `text` than that in force; None: it is not known.
     """
-    text = None
-    # Without a catalog nothing was accepted.
-    with suppress(NotFound), open_catalog(params.paths) as catalog:
-        text = catalog.bases.accepted_text(base)
-    if text is None:
-        return suite
-    if loaded is not None and loaded != text:
+    known = text_digests(params.paths, base)
+    if known and text not in (None, known[-1]):
         raise ServiceError(
-            f"The engine has loaded the base's text files with the digest {loaded[:12]}, and {text[:12]} was "
-            "accepted since. Restart the engine."
+            f"The answers are of the base's text files with the digest {text}, and those with {known[-1]} "
+            "are in force. Restart the engine, or run `dvc repro` for scores that it has made."
         )
-    return replace(suite, version=f"{suite.version}+{text[:12]}")
+    if not known or known[-1] == known[0]:
+        return suite
+    return replace(suite, version=f"{suite.version}+{known[-1][:12]}")
 
 
 def recorded(

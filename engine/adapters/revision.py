@@ -320,10 +320,7 @@ def read_revision(directory: Path, base_digest: str | None = None) -> tuple[Tens
     """
     manifest = read_manifest(directory)
     if base_digest is not None and manifest.base_digest != base_digest:
-        raise BaseModelError(
-            f"The revision in {directory} belongs to the base {manifest.base_digest[:12]}, not to the "
-            f"resident base {base_digest[:12]}. Train it again on this base, or start with its own base."
-        )
+        raise other_base(directory, manifest, base_digest)
     tensors = read_peft_tensors(directory)
     for key, tensor in tensors.items():
         if not is_finite(tensor):
@@ -332,6 +329,14 @@ def read_revision(directory: Path, base_digest: str | None = None) -> tuple[Tens
     if found != manifest.digest:
         raise AdapterError(f"The tensors in {directory} have the digest {found}, not {manifest.digest}.")
     return tensors, manifest
+
+
+def other_base(directory: Path, manifest: Manifest, base_digest: str) -> BaseModelError:
+    """Return the error of a revision that belongs to another base than the one with this digest."""
+    return BaseModelError(
+        f"The revision in {directory} belongs to the base {manifest.base_digest[:12]}, not to the "
+        f"resident base {base_digest[:12]}. Train it again on this base, or start with its own base."
+    )
 
 
 def read_peft_tensors(directory: Path) -> Tensors:

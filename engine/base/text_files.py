@@ -17,7 +17,7 @@ NAMES = (
 )  # fmt: skip
 PATTERNS = ("additional_chat_templates/*.jinja", "*.model", "*.tiktoken")
 # Where a file was written, and by which version: saving it again changes no answer.
-LEFT_OUT = ("transformers_version", "name_or_path", "_commit_hash")
+LEFT_OUT = ("transformers_version", "name_or_path", "_commit_hash", "is_local", "local_files_only")
 # A tokenizer may have 30 MB, in which nothing is left out.
 PARSED = ("generation_config.json", "tokenizer_config.json")
 
@@ -41,6 +41,14 @@ def changed_files(known: Mapping[str, str], found: Mapping[str, str]) -> list[st
 def _digest(file: Path) -> str:
     raw = file.read_bytes()
     if file.name in PARSED:
-        values = {name: value for name, value in json.loads(raw).items() if name not in LEFT_OUT}
-        raw = json.dumps(values, sort_keys=True).encode()
+        raw = _without_origin(raw)
     return hashlib.sha256(raw).hexdigest()
+
+
+def _without_origin(raw: bytes) -> bytes:
+    """Return settings without `LEFT_OUT`; what is not a JSON object is returned as it is."""
+    try:
+        values = dict(json.loads(raw).items())
+    except (ValueError, AttributeError):
+        return raw
+    return json.dumps({name: values[name] for name in values.keys() - LEFT_OUT}, sort_keys=True).encode()

@@ -26,48 +26,38 @@ class Bases:
     def add(self, base: Base, accepted: str | None = None) -> None:
         """Add a base; of a known one only the path is replaced: its files may have moved.
 
-        The first text files that are given become its own. Raises `BaseModelError` for others, unless their
-        text digest begins with `accepted`: they then replace the first, which the audit log notes.
+        The first `texts` that are given become its own. Raises `BaseModelError` for others, unless their text
+        digest begins with `accepted`: they are then in force, which the audit log notes.
         """
         columns = tables.bases.c
         query = self._access.insert(tables.bases).values(**vars(base))
+        update = tables.bases.update().where(columns.digest == base.digest)
         with self._access.write() as connection:
             connection.execute(
                 query.on_conflict_do_update(index_elements=["digest"], set_={"path": base.path})
             )
             known = connection.execute(
-                select(columns.text_files).where(columns.digest == base.digest)
+                select(columns.texts).where(columns.digest == base.digest)
             ).scalar_one()
-            if base.text_files is None or base.text_files == known:
-                return
-            update = tables.bases.update().where(columns.digest == base.digest)
-            connection.execute(update.values(text_files=base.text_files))
-            if known is not None:
-                refuse_changed(base.name, known, base.text_files, accepted)
-                before, after = ({"text_files": files} for files in (known, base.text_files))
-                record(connection, "base.text", base.digest, before, after)
-                connection.execute(update.values(text_changed_at=time.time()))
+            if base.texts and base.texts[-1:] != known[-1:]:
+                if known:
+                    refuse_changed(base.name, known[-1], base.texts[-1], accepted)
+                    before, after = {"text_files": known[-1]}, {"text_files": base.texts[-1]}
+                    record(connection, "base.text", base.digest, before, after)
+                connection.execute(update.values(texts=[*known, base.texts[-1]]))
 
     def register(self, base: "BaseInfo", accepted: str | None = None) -> None:
         """Add a base that is ready to be loaded. Raises as `add`."""
-        row = Base(base.digest, base.name, str(base.path), time.time(), dict(base.text_files))
-        self.add(row, accepted)
+        self.add(Base(base.digest, base.name, str(base.path), time.time(), [dict(base.text_files)]), accepted)
 
-    def check_text(self, base: "BaseInfo", accepted: str | None = None) -> None:
-        """Raise `BaseModelError` as `add` does, and write nothing; a base that is not known yet passes."""
-        row = self._find(base.digest)
-        if row is not None and row.text_files is not None:
-            refuse_changed(base.name, row.text_files, base.text_files, accepted)
+    def check_text(self, base: "BaseInfo") -> None:
+        """Raise `BaseModelError` where a base has other text files than those in force.
 
-    def accepted_text(self, digest: str) -> str | None:
-        """Return the text digest of a base whose text files were replaced; None while it has the first.
-
-        What was measured with the first does not hold for the base as it is now.
+        For commands that render prompts beside services that run. A base that is not known yet passes.
         """
-        row = self._find(digest)
-        if row is None or row.text_changed_at is None or row.text_files is None:
-            return None
-        return text_digest(row.text_files)
+        row = self._find(base.digest)
+        if row is not None and row.texts:
+            refuse_changed(base.name, row.texts[-1], base.text_files)
 
     def get(self, digest: str) -> Base:
         """Return a base; `NotFound` when the catalog does not have it."""
@@ -95,5 +85,6 @@ def refuse_changed(
         raise BaseModelError(
             f"The base {name!r} is not the one that its revisions were trained and scored with: "
             f"{', '.join(changed)} changed. Restore these files, or accept them: set base.text_digest to "
-            f"{digest[:12]}. Scores from before are then not compared with new ones."
+            f"{digest[:12]} and restart the services. Scores from before are then not compared with new "
+            "ones. Create policies anew whose suites have prompts of another template."
         )

@@ -6,6 +6,7 @@ compare-and-swap.
 
 import hmac
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Self
@@ -56,7 +57,7 @@ from engine.catalog.suggestions import Suggestions
 from engine.catalog.switches import Switches
 from engine.catalog.tinker import TinkerIndex
 from engine.catalog.tombstones import Tombstones
-from engine.errors import ConfigError, ServiceError
+from engine.errors import ConfigError, NotFound, ServiceError
 from engine.settings.params import Paths
 
 __all__ = [
@@ -141,6 +142,16 @@ def open_catalog(paths: Paths, migrated: bool = False) -> "Catalog":
     if migrated:
         migrate(paths.catalog_url)
     return Catalog(paths.catalog_url)
+
+
+def text_digests(paths: Paths, base_digest: str) -> list[str]:
+    """Return the text digests that a base had here, the one in force last; none where none is known yet.
+
+    That is so without a catalog, too, and in one of a version before 0014.
+    """
+    with suppress(NotFound, ConfigError), open_catalog(paths) as catalog:
+        return catalog.bases.get(base_digest).text_digests
+    return []
 
 
 class Catalog:

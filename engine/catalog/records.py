@@ -6,6 +6,7 @@ Times are seconds since the epoch; a digest of None is the base itself.
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.base.text_files import text_digest
 from engine.errors import Forbidden
 
 # The newest file of engine/catalog/migrations/versions.
@@ -21,16 +22,20 @@ VERDICTS = {state: verdict for verdict, state in ENDS.items()}
 class Base:
     """A frozen model that policies are trained on; `path` is its directory.
 
-    `text_files` are the files of its text digest with their sha256, None while they are not known; at
-    `text_changed_at` somebody accepted others than the first.
+    `texts` are the files that its text digest covers, each with its sha256: first those it was met with, then
+    those that were accepted in their place. The last are in force; there are none while they are not known.
     """
 
     digest: str
     name: str
     path: str
     created_at: float
-    text_files: dict[str, str] | None = None
-    text_changed_at: float | None = None
+    texts: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def text_digests(self) -> list[str]:
+        """Return the digests of `texts`."""
+        return [text_digest(files) for files in self.texts]
 
 
 @dataclass(frozen=True)

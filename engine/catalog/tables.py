@@ -41,8 +41,7 @@ bases = Table(
     Column("name", String, nullable=False),
     Column("path", String, nullable=False),
     Column("created_at", Float, nullable=False),
-    Column("text_files", JSON(none_as_null=True)),
-    Column("text_changed_at", Float),
+    Column("texts", JSON, nullable=False, server_default="[]"),
 )
 
 policies = Table(

@@ -22,7 +22,6 @@ from engine.adapters.manifests import MANIFEST, PROBE
 from engine.adapters.packed import DTYPES
 from engine.adapters.revision import (
     CONFIG,
-    MANIFEST,
     TENSORS,
     Manifest,
     Tensors,
@@ -43,7 +42,7 @@ from engine.publishing.importing import (
     check_fit,
     has_probe,
     import_revision,
-    refuse_other_text,
+    refuse_other_base,
     serving_dtype,
 )
 from engine.publishing.peft_proof import PeftProof, left_out_reason
@@ -96,11 +95,10 @@ def inspect(params: Params, directory: Path) -> tuple[Foreign, BaseInfo]:
     """Read an adapter for the base of these settings, in the serving dtype.
 
     Raises as `read_adapter`, `AdapterError` as well for tokens that the base does not have, and
-    `BaseModelError` for an adapter that was trained with other text files of the base.
+    `BaseModelError` as `refuse_other_base`.
     """
     base = ensure_base(params.base, params.paths)
-    if (directory / MANIFEST).is_file():
-        refuse_other_text(read_manifest(directory), base, directory, params.base.text_digest)
+    refuse_other_base(params, directory, base)
     shapes = BaseShapes.read(base.path)
     foreign = read_adapter(directory, shapes, getattr(torch, serving_dtype(params)))
     return replace(foreign, claims=read_claims(directory, foreign.base_name, base)), base

@@ -17,6 +17,8 @@ from engine.adapters.revision import (
     Manifest,
     Tensors,
     largest_rank,
+    other_base,
+    read_manifest,
     read_revision,
     targets_of,
     validate,
@@ -24,7 +26,7 @@ from engine.adapters.revision import (
 )
 from engine.base.families import DROPPED_ON_CUDA, BaseShapes
 from engine.base.resident import ensure_base
-from engine.catalog.catalog import Catalog, Policy, Revision, open_catalog
+from engine.catalog.catalog import Catalog, Policy, Revision, open_catalog, text_digests
 from engine.errors import AdapterError, BaseModelError, NotFound
 from engine.planning.adapters import slot_rank
 from engine.planning.gpu import cuda_bytes
@@ -46,9 +48,9 @@ def import_revision(params: Params, directory: Path, owner: str = "local") -> Ma
     policy belongs to another owner; then nothing is published.
     """
     base = ensure_base(params.base, params.paths)
-    tensors, manifest = read_revision(directory, base.digest)
+    refuse_other_base(params, directory, base)
+    tensors, manifest = read_revision(directory)
     check_fit(params, base.path, tensors, manifest, directory)
-    refuse_other_text(manifest, base, directory, params.base.text_digest)
     with open_catalog(params.paths, migrated=True) as catalog:
         _publish(params, catalog, base, tensors, manifest, owner, _probe(directory))
     return manifest
@@ -80,16 +82,25 @@ def check_fit(params: Params, base: Path, tensors: Tensors, manifest: Manifest, 
         )
 
 
-def refuse_other_text(manifest: Manifest, base: "BaseInfo", directory: Path, accepted: str | None) -> None:
-    """Raise `BaseModelError` for a revision that was trained with other text files of its base."""
-    trained, here = manifest.text_digest, base.text_digest
-    if trained in (None, here) or (accepted and here.startswith(accepted)):
+def refuse_other_base(params: Params, directory: Path, base: "BaseInfo") -> None:
+    """Raise `BaseModelError` for a revision of ours that was trained on another base or other text files.
+
+    Text files that the base had before others were accepted are its own. Other adapters pass.
+    """
+    try:
+        manifest = read_manifest(directory)
+    except AdapterError:
+        # Other tools write a manifest.json, too.
         return
-    raise BaseModelError(
-        f"The revision in {directory} was trained with another tokenizer, chat template or generation "
-        f"defaults than {base.path} has: text digest {trained}, not {here}. Copy these files from the base "
-        f"that it was trained on, or accept those here: set base.text_digest to {here[:12]}."
-    )
+    if manifest.base_digest != base.digest:
+        raise other_base(directory, manifest, base.digest)
+    if manifest.text_digest not in (None, base.text_digest, *text_digests(params.paths, base.digest)):
+        raise BaseModelError(
+            f"The revision in {directory} was trained with another tokenizer, chat template or generation "
+            f"defaults than {base.path} has: text digest {manifest.text_digest}, not {base.text_digest}. "
+            "Copy these files from the base that it was trained on. To serve it with those here, set "
+            "text_digest in its manifest.json to null."
+        )
 
 
 def _refuse_dropped(tensors: Tensors, directory: Path) -> None:
@@ -160,9 +171,10 @@ def _publish(
     """Write the directory with its probe, then the bytes, then the catalog row, which commits both."""
     now, config = time.time(), manifest.config
     dtype = getattr(torch, serving_dtype(params))
+    # First, since it may refuse.
+    catalog.bases.register(base, params.base.text_digest)
     if probe:
         write_revision(params.paths.revision(manifest.policy, manifest.digest), tensors, manifest, probe)
-    catalog.bases.register(base, params.base.text_digest)
     with suppress(NotFound):
         # An import does not change the settings of a known policy.
         config = catalog.policies.get(manifest.policy).config

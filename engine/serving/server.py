@@ -60,7 +60,7 @@ def main() -> None:
     plan = planned(params)
     base = ensure_base(params.base, params.paths)
     with open_catalog(params.paths, migrated=True) as catalog:
-        catalog.bases.check_text(base, params.base.text_digest)
+        catalog.bases.register(base, params.base.text_digest)
     HostAllowList.names = params.engine.names
     serve(server_arguments(params, path, base, plan), params.log_format)
 

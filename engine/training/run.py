@@ -3,13 +3,15 @@
 import os
 import socket
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.base.families import BaseShapes
 from engine.base.prompts import tokenizer_of
 from engine.base.resident import ensure_base
-from engine.errors import ConfigError
+from engine.catalog.catalog import open_catalog
+from engine.errors import ConfigError, NotFound
 from engine.ledger.sender import open_spool
 from engine.ledger.spool import Spool
 from engine.planning.gpu import cuda_bytes
@@ -63,6 +65,8 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
             f"{params.engine.max_rank}. Raise engine.max_rank and restart the services, or lower `rank`."
         )
     base = ensure_base(params.base, params.paths)
+    with suppress(NotFound), open_catalog(params.paths) as catalog:
+        catalog.bases.check_text(base)
     tokenizer = tokenizer_of(base.path)
     shapes = BaseShapes.read(base.path)
     targets = shapes.targets_on(cuda_bytes() is not None)
