@@ -146,13 +146,13 @@ def _refuse_taken(params: Params, name: str, owner: str, base: str | None) -> No
 
 
 def _known_base(params: Params) -> BaseInfo:
-    """Return the base, whose text files are those of the catalog where it knows the base."""
+    """Return the base; `BaseModelError` where its text files are not those that the services have."""
     from engine.catalog.catalog import open_catalog
 
     info = ensure_base(params.base, params.paths)
     if params.paths.has_catalog:
         with open_catalog(params.paths) as catalog:
-            catalog.bases.check_text(info, params.base.text_digest)
+            catalog.bases.check_text(info)
     return info
 
 

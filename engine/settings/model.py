@@ -13,6 +13,7 @@ PATTERNS = {
     r"^[\w.-]{1,64}$": "1 to 64 letters, digits, dots, hyphens or underscores",
     r"^[A-Za-z_][\w.]*$": "a Python module, such as rules.mine",
     r"^[0-9a-f]{6,64}$": "6 to 64 hexadecimal digits",
+    r"^[0-9a-f]{12,64}$": "12 to 64 hexadecimal digits",
     r"^([0-9a-f]{40}|[0-9a-f]{64})$": "the 40 hexadecimal digits of a commit, or the 64 of a sha256",
     r"^(adapt|[0-9a-f]{64})$": "adapt, or a digest of 64 hexadecimal digits",
     r"^https?://[^/?#@]+$": "http:// or https:// and a host, such as https://controller.example:8462",

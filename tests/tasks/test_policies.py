@@ -219,7 +219,8 @@ def test_a_base_whose_template_was_exchanged_is_refused(
         create_policy(params, "mine", source, "exact")
     assert known_policies(params) == ["known", "unknown"]
     accepted = str(refused.value).partition("base.text_digest to ")[2][:12]
-    params = params.model_copy(update={"base": BaseConfig(name=str(own), text_digest=accepted)})
+    with open_catalog(params.paths) as catalog:
+        catalog.bases.register(ensure_base(params.base, params.paths), accepted)
     assert create_policy(params, "mine", source, "exact").changed
 
 
