@@ -1,8 +1,8 @@
 """Numbers as people write them: the rule of the verifier `numeric`, as docs/concepts.md lists it.
 
 The last thing with digits in a text decides. Where it is a date, a time, a root or arithmetic, nothing is
-read, rather than a part of it. A change of the rule is a new version of it in `RULES` of
-`engine/problems/verifiers.py`.
+read, rather than a part of it. What stands in an earlier line is no part of it. A change of the rule is a new
+version of it in `RULES` of `engine/problems/verifiers.py`.
 """
 
 import re
@@ -27,6 +27,14 @@ SUPERSCRIPT = re.compile(r"[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 VULGAR = re.compile(r"(\d?) ?([¼-¾⅐-⅞])")
 INDEX = re.compile(r"([\^_]) ?\{ ?([-+]?\d+) ?\}")
 FRACTION = re.compile(r"(\d?) ?\\[dt]?frac ?(?:\{([^{}]*)\}|(\d)) ?(?:\{([^{}]*)\}|(\d))")
+# Functions: their arguments are no numbers of their own. LaTeX's need no parentheses.
+FUNCTIONS = "ln|log|exp|sin|cos|tan"
+CALLS = f"{FUNCTIONS}|sqrt|cbrt|abs|floor|ceil|round|max|min|gcd|lcm|mod|sum"
+# What stands before an amount without a space: any other letters with a number are a name.
+CURRENCIES = (
+    r"(?:(?:Fr|[Kk]r|Rp|Rs)\.(?=\d)|(?:AED|AUD|BRL|CAD|CHF|CNY|CZK|DKK|EUR|GBP|HKD|HUF|IDR|ILS|INR|JPY|KRW|MXN"
+    r"|MYR|NOK|NZD|PHP|PKR|PLN|RM|RMB|SAR|SEK|SGD|THB|TRY|TWD|USD|VND|ZAR|Fr|[Kk]r|Rp|Rs)(?=[-+]?\.?\d))"
+)
 # Applied in order: LaTeX's spellings, then marks of currency and of Markdown.
 MARKS = tuple(
     (re.compile(pattern), spelling)
@@ -34,19 +42,29 @@ MARKS = tuple(
         (r"\\[,;: \\]", " "),
         (r"\\([%$])", r"\1"),
         (r"\\(?:left|right)(?![A-Za-z])|\\!", ""),
+        # A repeating decimal, as `0.(3)`.
+        (r"\\(?:overline|bar|dot) ?(?:\{ ?(\d+) ?\}|(\d))", r"(\1\2)"),
         (r"\\(?:cdot|times)(?![A-Za-z])", "×"),
         (r"\\div(?![A-Za-z])", "÷"),
         (r"\\pm(?![A-Za-z])", "±"),
         (r"\\pi(?![A-Za-z])", "π"),
         (r"\\sqrt ?(?:\[[^][]*\])?", "√"),
+        (rf"\\({CALLS})(_\d+)? ?\(", r"\1\2("),
+        (rf"\\(?:{FUNCTIONS}|[bp]?mod)(?![A-Za-z])(?:_\d+)? ?", "√"),
         (r"\^ ?\{? ?\\circ", "°"),
         (r"\\[A-Za-z]+", " "),
+        # A formula's sign may have a space behind it: there is no list.
+        (r"(?<=[$({[]) *- (?=[\d.$])", "-"),
         # What is left of a fraction with braces inside.
         (r"\} ?\{", "/"),
         (r"[{}]", ""),
         (r"(?<=\d)\*\*(?=[-+\d])", "^"),
+        (r"(?:(?<=[\d)])|(?<=\b[A-Za-z])) \*\* (?=[-+(\w])", " ^ "),
         (r"(?<=[A-Za-z])(?:[$€£¥₹`]|\*\*|__)+", " "),
         (r"[€£¥₹] ?|[$`]|\*\*|__", ""),
+        (rf"(?<=[-+]){CURRENCIES}", ""),
+        (rf"\b{CURRENCIES}", " "),
+        (r"(?<![\d)] )(?<![\w)*\\])\*(?=[^\s*])([^*\n]*+)(?<!\s)\*(?![\w*])", r"\1"),
     )
 )
 
@@ -57,9 +75,9 @@ THOUSANDS = "|".join(
     rf"{before}[1-9]\d{{0,2}}(?:{mark}\d{{3}}){{1,99}}(?!{mark}?\d)"
     for mark, before in ((",", ""), (" ", r"(?<!\d )"), ("'", ""), ("_", ""))
 )
-DIGITS = (
-    rf"(?:{EUROPEAN}|(?:{THOUSANDS}|[1-9]\d?(?:,\d\d){{1,9}},\d{{3}}(?!,?\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)"
-)
+# A point behind a letter ends a sentence or an abbreviation: No.42.
+POINT = r"(?<![A-Za-z\d.])\.\d+"
+DIGITS = rf"(?:{EUROPEAN}|(?:{THOUSANDS}|[1-9]\d?(?:,\d\d){{1,9}},\d{{3}}(?!,?\d)|\d+)(?:\.\d+)?|{POINT})"
 NUMBER = (
     r"(?P<sign>[-+]|\b[Mm]inus |\b[Nn]egative )?"
     r"(?:(?P<whole>\d+) (?=\d+ ?/ ?\d))?"
@@ -69,14 +87,22 @@ NUMBER = (
     rf"(?: ?/ ?(?P<under>[-+]?{DIGITS}))?"
     r"(?P<scale> ?%| (?:percent|per cent|thousand|million|billion|trillion)\b)?"
 )
-# Names, units and indices have digits and are not numbers: H2O, x_1, m^2, GPT-4.
-WORD = r"(?P<word>(?!(?:[Mm]inus|[Nn]egative) [\d.])[A-Za-z]++(?:[-_^]{0,2}\d+[A-Za-z]*+)*+)"
-# Hexadecimal, times and ratios, dates and versions.
-OTHER = rf"(?P<other>0[xXoObB][\dA-Fa-f]+|\d+(?::\d+)+|(?!{EUROPEAN})\d+(?P<mark>[-/.])\d+(?:(?P=mark)\d+)+)"
-TOKEN = re.compile(f"{WORD}|{OTHER}|{NUMBER}")
+# Names, units and indices have digits and are not numbers: H2O, x_1, m^2, GPT-4, v2.0, ABC1,234.
+WORD = r"(?P<word>(?!(?:[Mm]inus|[Nn]egative) [\d.])[A-Za-z]++(?:[-_^]{0,2}\d+(?:[.,]\d+)*+[A-Za-z]*+)*+)"
+# Functions of numbers, hexadecimal, times and ratios, repeating decimals, dates and versions.
+OTHER = (
+    rf"(?P<other>(?<![A-Za-z])(?:[A-Za-z]|{CALLS})(?:_?\d{{1,9}})?"
+    r"\((?=[^()\n\d]{0,99}\d)[^()\n]{0,199}\)"
+    r"|0[xXoObB][\dA-Fa-f]+|\d+(?::\d+)+|\d+\.\d*\(\d+\)"
+    rf"|(?!{EUROPEAN})\d+(?P<mark>[-/.])\d+(?:(?P=mark)\d+)+)"
+)
+TOKEN = re.compile(f"{OTHER}|{WORD}|{NUMBER}")
 # An operator or a root before a number, and what continues one behind it: it is a part of an expression.
-BEFORE = re.compile(r"(?:[\d)π%] ?[-+×÷*xX] ?|[A-Za-z] ?[+×÷*] ?|[√±^] ?\(? ?|/ ?)$")
-BEHIND = re.compile(r" ?(?:[π√^]|[xX]\d)")
+BEFORE = re.compile(
+    r"(?:(?:[\d)π%] ?[-+×÷*xX] ?|[A-Za-z] ?[+×÷*] ?|\b[A-Za-z] ?- ?|[√±^/] ?)\(? ?"
+    r"|[-+×÷*\d)]\( ?|[\d)](?:%| % ))\Z"
+)
+BEHIND = re.compile(r" ?(?:[π√^]|[xX]\d)|[\u0304\u0305\u0307]")
 SCALES = {"%": Fraction(1, 100), "percent": Fraction(1, 100), "per cent": Fraction(1, 100)} | {
     word: Fraction(1000**power)
     for power, word in enumerate(("thousand", "million", "billion", "trillion"), start=1)
@@ -113,7 +139,7 @@ def _tokens(plain: str) -> Iterator[re.Match[str]]:
 
 
 def _boxed(text: str) -> str:
-    """Return what the last `\\boxed{...}` of a text holds, or the text."""
+    """Return what the last `\\boxed{...}` of a text holds, in its braces, or the text."""
     start = text.rfind("\\boxed")
     opening = text.find("{", start)
     if start < 0 or opening < 0 or text[start + len("\\boxed") : opening].strip():
@@ -122,7 +148,7 @@ def _boxed(text: str) -> str:
     for at in range(opening, len(text)):
         depth += (text[at] == "{") - (text[at] == "}")
         if not depth:
-            return text[opening + 1 : at]
+            return text[opening : at + 1]
     return text
 
 
@@ -153,9 +179,9 @@ def _fraction(found: re.Match[str]) -> str:
 
 def _values(plain: str, found: re.Match[str]) -> tuple[Fraction, ...]:
     """Return the readings of a token; nothing for one that is not a number or a part of an expression."""
-    before = plain[max(0, found.start() - 4) : found.start()]
+    before = plain[max(0, found.start() - 8) : found.start()].rpartition("\n")[2]
     sign = found["sign"] or ""
-    joint = r"[A-Za-z\d)%]$" if sign in ("-", "+") else r"[\d)%] ?$"
+    joint = r"[A-Za-z\d)%]\Z" if sign in ("-", "+") else r"[\d)%] ?\Z"
     is_joined = sign and re.search(joint, before)
     if found["other"] or is_joined or BEFORE.search(before) or BEHIND.match(plain, found.end()):
         return ()
@@ -163,7 +189,7 @@ def _values(plain: str, found: re.Match[str]) -> tuple[Fraction, ...]:
     if value is None:
         return ()
     # A sign with a space is one behind an equals sign alone: elsewhere it begins an item of a list.
-    if sign not in ("", "+") or re.search(r"[=≈] ?- $", before):
+    if sign not in ("", "+") or re.search(r"[=≈] ?- \Z", before):
         value = -value
     scale = (found["scale"] or "").strip()
     return (value, value * SCALES[scale]) if scale else (value,)
