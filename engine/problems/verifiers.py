@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from engine.errors import ConfigError
 from engine.problems.procedural import Problem, reward
@@ -44,6 +44,8 @@ ENVIRONMENT = {
 }
 # Kinds of verifier failures; a failure's name starts with one of them.
 FAULTS = ("raised", "returned", "timeout", "died", "unloaded")
+# What a pattern has where its composed form may be another pattern.
+COMPOSED_OTHERWISE = re.compile(r"[\\[{?*+]")
 Judge = Callable[[str, str, str], Any]  # question, expected answer, text
 
 
@@ -69,8 +71,19 @@ def numeric(_question: str, expected: str, text: str) -> bool:
 
 
 def regex(_question: str, expected: str, text: str) -> bool:
-    """Say whether the pattern `expected` matches the whole text, both in Unicode's composed form (NFC)."""
-    return re.fullmatch(unicodedata.normalize("NFC", expected), same_spelling(text)) is not None
+    """Say whether the pattern `expected` matches the whole text in Unicode's composed form (NFC).
+
+    The pattern is composed as well, unless it has a class, a quantifier or an escape: `e\u0301?` and
+    `[e\u0301]` would be other patterns. Where it has combining marks then, the text may also be decomposed.
+    """
+    if not COMPOSED_OTHERWISE.search(expected):
+        return re.fullmatch(unicodedata.normalize("NFC", expected), same_spelling(text)) is not None
+    forms: tuple[Literal["NFC", "NFD"], ...] = ("NFC", "NFD") if _has_marks(expected) else ("NFC",)
+    return any(re.fullmatch(expected, unicodedata.normalize(form, text).strip()) for form in forms)
+
+
+def _has_marks(text: str) -> bool:
+    return any(map(unicodedata.combining, text))
 
 
 def json_schema(_question: str, expected: str, text: str) -> bool:
