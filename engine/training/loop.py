@@ -180,9 +180,7 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
     row = {**step.row(), "handed": newest.digest, "replaced": replaced}
     if config.collapse != "ignore":
         row["collapse"] = warning((*session.history, row), drawn)
-    # The loss says whether any token had a gradient: a KL term or a custom loss needs no spread in rewards.
-    # Adam would take a step even without a gradient.
-    skip = not (judged.sound and metrics["learned_tokens"])
+    skip = not rollout_data.teaches(judged, config, metrics["learned_tokens"])
     adam = AdamParams(learning_rate=learning_rate(config, session.step))
     done = run.client.optim_step(session, adam, position=drawn.position, record=row, skip=skip)
     history = (*session.history, row | done)

@@ -241,8 +241,8 @@ def build_data(drawn: Drawn, judged: Judged, config: PolicyConfig) -> tuple[list
     """Return the samples for the loss with their advantages, and the number of groups that teach.
 
     A loss that drops groups without spread gets the first `config.groups` that have some. When no group has
-    any, only a KL term or a custom loss has a gradient. For other losses one group is returned, with
-    advantage zero: enough to measure the importance ratio, without a pass over the whole batch.
+    any, only a KL term or a custom loss teaches. For other losses one group is returned, with advantage zero:
+    enough to measure the importance ratio, without a pass over the whole batch; `teaches` skips the step.
     """
     import torch
 
@@ -266,8 +266,17 @@ def build_data(drawn: Drawn, judged: Judged, config: PolicyConfig) -> tuple[list
 
 
 def learns_without_spread(config: PolicyConfig) -> bool:
-    """Say whether the loss may have a gradient where all advantages are zero: a KL term or a custom loss."""
+    """Say whether a step without spread is to move the adapter: for a KL term or a custom loss."""
     return config.loss_config.kl > 0 or config.loss.startswith("python:")
+
+
+def teaches(judged: Judged, config: PolicyConfig, learned_tokens: int) -> bool:
+    """Say whether a step is to move the adapter; Adam would take one even without a gradient.
+
+    Tokens learned without spread, such as by the penalty of `dro` on the gap to the sampler, do not count.
+    """
+    asks = any(judged.teaching) or (bool(judged.sound) and learns_without_spread(config))
+    return asks and learned_tokens > 0
 
 
 def datum(prompt: Sequence[int], sample: Sample, advantage: float) -> Datum:

@@ -132,7 +132,8 @@ def cispo(tokens: Tokens, settings: Settings) -> Terms:
 def dro(tokens: Tokens, settings: Settings) -> Terms:
     """Return the advantage-weighted log-likelihood with a quadratic penalty on the log-ratio.
 
-    The form of Tinker's loss `dro`, after Direct Reward Optimisation (arXiv 2405.19107).
+    The form of Tinker's loss `dro`, after Direct Reward Optimisation (arXiv 2405.19107). The penalty has a
+    gradient where advantages are zero; a policy's groups without spread are left out, so it moves nothing.
     """
     gap_T = tokens.new_T - tokens.old_T
     return _free(-(tokens.advantage_T * tokens.new_T - settings["beta"] / 2 * gap_T**2))
@@ -194,7 +195,7 @@ LOSSES = {
     "dapo": Loss(dapo, drops=True),
     "gspo": Loss(gspo, per="unit"),
     "cispo": Loss(cispo, drops=True),
-    "dro": Loss(dro),
+    "dro": Loss(dro, drops=True),
     "dpo": Loss(dpo, per="unit", unit=2, sampled=False, needs_base=True),
 }
 

@@ -190,6 +190,26 @@ def test_a_policy_that_is_always_right_trains_to_its_end(trained: Any) -> None:
     assert done.step == CONFIG.steps
 
 
+class Gapped(Client):
+    """A trainer whose tokens all have a gradient, as far as it is from the sampler."""
+
+    def forward_backward(self, session: SessionInfo, data: list[Datum], *_: Any, **__: Any) -> dict[str, Any]:
+        found = super().forward_backward(session, data)
+        return {"metrics": found["metrics"] | {"learned_tokens": len(data)}}
+
+
+@pytest.mark.parametrize(("kl", "norm"), [(0.0, 0.0), (0.1, 1.0)])
+def test_steps_without_spread_move_the_adapter_for_a_kl_term_alone(
+    trained: Any, monkeypatch: pytest.MonkeyPatch, kl: float, norm: float
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "Client", Gapped)
+    config = CONFIG.model_copy(update={"loss_config": CONFIG.loss_config.model_copy(update={"kl": kl})})
+    done, _ = trained(Judge(otherwise=(1.0, 1.0)), config)
+    assert [row["grad_norm"] for row in done.curve] == [norm] * CONFIG.steps
+    done, _ = trained(Judge(otherwise=SPREAD), config)
+    assert [row["grad_norm"] for row in done.curve] == [1.0] * CONFIG.steps
+
+
 def test_a_verifier_that_always_fails_is_named(trained: Any) -> None:
     with pytest.raises(ConfigError, match=r"No group.*12 answers"):
         trained(Judge(otherwise=None))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.errors import ConfigError
-from engine.settings.losses import LOSS_SETTINGS
+from engine.settings.losses import LOSS_SETTINGS, LossConfig
 from engine.settings.policies import PolicyConfig
 from engine.training.loss.grpo import (
     LOSSES,
@@ -18,7 +18,7 @@ from engine.training.loss.grpo import (
     loss_of,
 )
 from engine.training.model.objective import Objective
-from engine.training.rollout_data import Drawn, Judged, Sampler, build_data
+from engine.training.rollout_data import Drawn, Judged, Sampler, build_data, teaches
 from engine.training.rollouts import Sample
 
 # A group of two answers of two tokens each. Ratios trainer/sampler 1.5, 0.9 and 0.5, 1.1; advantages 1, -1.
@@ -73,7 +73,8 @@ def test_equal_rewards_give_exact_zeros(size: int, by_spread: bool):
 
 @pytest.mark.parametrize("loss", [name for name, rule in LOSSES.items() if rule.sampled])
 @pytest.mark.parametrize("size", [3, 7, 12])
-def test_where_all_groups_agree_no_loss_has_a_gradient_and_that_is_seen(loss: str, size: int):
+def test_where_all_groups_agree_no_loss_moves_the_adapter(loss: str, size: int):
+    """However far the trainer is from the sampler. The penalty of DRO has a gradient then: it is not used."""
     answer = Sample((4, 5), (-1.0, -2.0), "x", False)
     config = PolicyConfig(task="addition", suite="s", group_size=size).model_copy(update={"loss": loss})
     for tenth in range(1, 10):
@@ -83,9 +84,18 @@ def test_where_all_groups_agree_no_loss_has_a_gradient_and_that_is_seen(loss: st
         given = [datum.loss_fn_inputs["advantages"].data[-2:] for datum in data]
         assert (kept, given, judged.row()["zero_spread"]) == (0, [[0.0, 0.0]] * size, 1)
     settings = {"budget": 2} if loss == "dr_grpo" else {}
-    tokens = group(loss=loss, advantage=torch.tensor([*given[0], *given[1]]), ratio=torch.ones(4), **settings)
+    tokens = group(loss=loss, advantage=torch.tensor([*given[0], *given[1]]), **settings)
     value(loss, tokens, **settings).backward()
-    assert not tokens.new_T.grad.any()
+    learned = int(tokens.new_T.grad.count_nonzero())
+    assert learned == (4 if loss == "dro" else 0)
+    assert not teaches(judged, config, learned)
+    # A KL term and a custom loss ask for the step, but not for one without a gradient or a sound group.
+    pulled = config.model_copy(update={"loss_config": LossConfig(kl=0.1)})
+    for asking in (pulled, config.model_copy(update={"loss": "python:mine:squares"})):
+        assert teaches(judged, asking, 4)
+        assert not teaches(judged, asking, 0)
+        assert not teaches(Judged([None], Counter()), asking, 4)
+    assert teaches(Judged([[0.0] * size, [1.0] + [0.0] * (size - 1)], Counter()), config, 4)
 
 
 def test_dapo_by_hand():

@@ -156,8 +156,10 @@ def test_each_loss_gets_the_groups_and_advantages_of_its_paper():
         "grpo": [1, -1, 0, 0],
         "gspo": [1, -1, 0, 0],
         "dr_grpo": [0.5, -0.5, 0, 0],
+        # Its penalty would have a gradient in the second group.
+        "dro": [1, -1],
     }.items():
-        config = PolicyConfig(task="addition", suite="s", loss=loss)
+        config = PolicyConfig(task="addition", suite="s").model_copy(update={"loss": loss})
         data, teaching = build_data(drawn, judged, config)
         found = [datum.loss_fn_inputs["advantages"].data[-1] for datum in data]
         assert found == pytest.approx(want, abs=1e-5)
