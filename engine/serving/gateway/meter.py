@@ -13,6 +13,7 @@ from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -45,6 +46,9 @@ TOKENS = Counter("graftwork_tokens", "Tokens of settled requests.", ["tenant", "
 REFUSED = Counter("graftwork_requests_limited", "Requests refused by a limit.", ["tenant", "limit"])
 UNSETTLED = Counter("graftwork_usage_unsettled", "Failed attempts to write the usage of ended requests.")
 log = logging.getLogger("graftwork.meter")
+# The limits' names: of a minute by what they count, of longer periods by the period.
+A_MINUTE = tuple((kind, f"{kind}_per_minute") for kind in ("requests", "tokens"))
+A_PERIOD = tuple((period, f"tokens_per_{period}") for period in (DAY, MONTH))
 
 
 RATE_HEADERS = {
@@ -72,6 +76,12 @@ class TokenBucket:
 
 
 left_of = attrgetter("left")
+
+
+@lru_cache(4096)
+def tokens_of(tenant: str, kind: str) -> Counter:
+    """Return the counter of these tokens; finding it takes longer than counting."""
+    return TOKENS.labels(tenant, kind)
 
 
 @dataclass(slots=True)
@@ -102,8 +112,8 @@ class Bill:
         """Return the headers that say what is left of the tightest limits of a minute."""
         found: list[Header] = []
         for kind, names in RATE_HEADERS.items():
-            tight = min([one for name, one in self.buckets if name == kind], key=left_of, default=None)
-            if tight is not None:
+            if mine := [one for name, one in self.buckets if name == kind]:
+                tight = min(mine, key=left_of) if len(mine) > 1 else mine[0]
                 reset_s = (tight.capacity - tight.left) * 60 / tight.capacity if tight.capacity else 60.0
                 found += (
                     (names[0], b"%.0f" % tight.capacity),
@@ -189,12 +199,11 @@ class Meter:
         request is served that is not recorded.
         """
         subjects, buckets = self._enter(key, tenant, asked.reserved)
-        limits = dict(zip(subjects, (key.limits, tenant.limits), strict=True))
         budgets = [
-            Budget(subject, period, given[f"tokens_per_{period}"])
-            for subject, given in limits.items()
-            for period in (DAY, MONTH)
-            if f"tokens_per_{period}" in given
+            Budget(subject, period, given[limit])
+            for subject, given in zip(subjects, (key.limits, tenant.limits), strict=True)
+            for period, limit in A_PERIOD
+            if limit in given
         ]
         try:
             number = await self._admit(asked, budgets)
@@ -215,14 +224,14 @@ class Meter:
         """Take a request's place and its share of the minute. Raises `LimitReached`, as `open` does."""
         now = time.monotonic()
         subjects = (f"key:{key.id}", f"tenant:{tenant.name}")
-        limits = dict(zip(subjects, (key.limits, tenant.limits), strict=True))
+        limits = ((subjects[0], key.limits), (subjects[1], tenant.limits))
         buckets = [
-            (kind, self._bucket(subject, kind, given[f"{kind}_per_minute"], now))
-            for subject, given in limits.items()
-            for kind in ("requests", "tokens")
-            if f"{kind}_per_minute" in given
+            (kind, self._bucket(subject, kind, given[limit], now))
+            for subject, given in limits
+            for kind, limit in A_MINUTE
+            if limit in given
         ]
-        for subject, given in limits.items():
+        for subject, given in limits:
             most = given.get("concurrency")
             if most is not None and self.under_way[subject] >= most:
                 raise self._over(tenant, "concurrency", f"{most:g} requests under way", subject, 1.0)
@@ -339,9 +348,9 @@ class Meter:
         self._leave(bill.subjects, bill.buckets, 0 if used is None else asked.reserved - sum(used))
         self._end(bill.number, asked, status, used)
         for kind, tokens in zip(("prompt", "completion"), used or (), strict=False):
-            TOKENS.labels(asked.tenant, kind).inc(tokens)
+            tokens_of(asked.tenant, kind).inc(tokens)
         if used is None:
-            TOKENS.labels(asked.tenant, "unknown").inc(asked.reserved)
+            tokens_of(asked.tenant, "unknown").inc(asked.reserved)
 
     def prewarm(self, key: Key, tenant: Tenant, name: str, is_loading: Callable[[str], bool]) -> None:
         """Count an adapter that is loaded ahead of its requests. Raises as `cold_load`."""
