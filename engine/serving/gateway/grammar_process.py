@@ -34,7 +34,7 @@ def read_tokenizer(base: Path) -> Any:
 
     words = tokenizer_of(base)
     config = json.loads((base / "config.json").read_text())
-    size = config.get("text_config", config).get("vocab_size", len(words))
+    size = (config.get("text_config") or config).get("vocab_size", len(words))
     return xgrammar.TokenizerInfo.from_huggingface(words, vocab_size=max(size, len(words)))
 
 

@@ -9,16 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from fastapi.testclient import TestClient
 
 from engine.catalog.catalog import Catalog, migrate
 from engine.controller import ledger_files
-from engine.controller.api import build_app
 from engine.controller.loop import Controller
-from engine.controller.mlflow_aliases import AliasMirror
-from engine.controller.mlflow_registry import Registry
 from engine.errors import ServiceError
 from engine.ledger.ledger import open_snapshot
 from engine.settings.params import Params
@@ -59,14 +55,6 @@ def controller(params: Params) -> Iterator[Controller]:
 @pytest.fixture
 def users(params: Params) -> Users:
     return Users(params)
-
-
-@pytest.fixture
-def web(controller: Controller) -> Iterator[TestClient]:
-    key = controller.catalog.keys.ensure_local(controller.params.paths.local_key)
-    mirror = AliasMirror(controller.catalog, controller.decisions, controller.lock, Registry(httpx.Client()))
-    with TestClient(build_app(controller, mirror), headers={"Authorization": f"Bearer {key}"}) as client:
-        yield client
 
 
 class Held:

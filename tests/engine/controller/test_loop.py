@@ -21,12 +21,9 @@ from engine.catalog.catalog import Catalog, Release, migrate
 from engine.clients.controller import ControllerClient
 from engine.clocks import TrustedClock
 from engine.controller.advance import Action
-from engine.controller.api import build_app
 from engine.controller.apply import Applier
 from engine.controller.evidence import EvidenceReader
 from engine.controller.loop import Controller
-from engine.controller.mlflow_aliases import AliasMirror
-from engine.controller.mlflow_registry import Registry
 from engine.controller.route_changes import LEASE, outlast_lease, take_lease
 from engine.errors import Conflict, NotFound, ServiceError
 from engine.ledger.ledger import Ledger, Spool, open_snapshot
@@ -610,14 +607,6 @@ def test_another_holder_of_the_lease_ends_the_loop(controller: Controller) -> No
         controller.tick()
     with pytest.raises(Conflict, match="another machine"):
         take_lease(controller.catalog, "test", 60)
-
-
-@pytest.fixture
-def web(controller: Controller) -> Iterator[TestClient]:
-    key = controller.catalog.keys.ensure_local(controller.params.paths.local_key)
-    mirror = AliasMirror(controller.catalog, controller.decisions, controller.lock, Registry(httpx.Client()))
-    with TestClient(build_app(controller, mirror), headers={"Authorization": f"Bearer {key}"}) as client:
-        yield client
 
 
 def revision_body(digest: str, reason: str = "because") -> dict[str, str]:

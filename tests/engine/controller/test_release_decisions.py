@@ -14,11 +14,8 @@ from fastapi.testclient import TestClient
 
 from engine.catalog.catalog import Catalog, Notice, Release, migrate
 from engine.clients.controller import ControllerClient
-from engine.controller.api import build_app
 from engine.controller.health_monitor import MISSES, HealthMonitor
 from engine.controller.loop import Controller
-from engine.controller.mlflow_aliases import AliasMirror
-from engine.controller.mlflow_registry import Registry
 from engine.controller.notifications import NotificationSender, drifted, engine_changed
 from engine.errors import Conflict, Gone, NotFound, ServiceError
 from engine.serving.gateway.routing import Router
@@ -41,14 +38,6 @@ def controller(tmp_path: Path) -> Iterator[Controller]:
     controller = Controller(params, "test")
     yield controller
     controller.close()
-
-
-@pytest.fixture
-def web(controller: Controller) -> Iterator[TestClient]:
-    key = controller.catalog.keys.ensure_local(controller.params.paths.local_key)
-    mirror = AliasMirror(controller.catalog, controller.decisions, controller.lock, Registry(httpx.Client()))
-    with TestClient(build_app(controller, mirror), headers={"Authorization": f"Bearer {key}"}) as client:
-        yield client
 
 
 def start(controller: Controller, approval_s: float, digest: str = NEW) -> Release:
