@@ -4,7 +4,6 @@ A tenant is a key's `owner`. Its keys may be limited to policies by patterns; pa
 overlap, and a policy within a tenant's patterns belongs to that tenant.
 """
 
-import hashlib
 import math
 import re
 import secrets
@@ -20,7 +19,7 @@ from engine.catalog import tables
 from engine.catalog.access import Access
 from engine.catalog.audit import record
 from engine.catalog.changes import tell
-from engine.catalog.records import Key, Policy, Tenant, overlap
+from engine.catalog.records import OURS, TINKERS, Key, Policy, Tenant, hash_key, overlap
 from engine.clocks import SteadyClock
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.files import replacing
@@ -35,8 +34,6 @@ SCOPES = {
     "tinker": ("infer", "pin", "train"),
     "admin": ("admin",),
 }
-# Tinker's SDK accepts only keys that begin like this; any key may be written so.
-OURS, TINKERS = "gw-", "tml-"
 # Digits of a key's hash by which people name it.
 SHOWN = 12
 PATTERN = re.compile(r"[a-z][a-z0-9-]{0,62}\*?")
@@ -281,13 +278,6 @@ def fresh(key: Key) -> tuple[str, Key]:
 def shown(key: Key) -> dict[str, Any]:
     """Return a key's fields as the audit log shows them: of its hash the beginning alone."""
     return asdict(key) | {"hash": key.hash[:SHOWN]}
-
-
-def hash_key(plaintext: str) -> str:
-    """Return the sha256 of a key's plaintext, in hex; `tml-` at its beginning is read as `gw-`."""
-    if plaintext.startswith(TINKERS):
-        plaintext = OURS + plaintext.removeprefix(TINKERS)
-    return hashlib.sha256(plaintext.encode()).hexdigest()
 
 
 def as_tinkers(plaintext: str) -> str:

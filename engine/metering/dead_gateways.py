@@ -6,7 +6,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from engine.metering.usage_rows import Metered, close_row, writing
+from engine.metering.usage_rows import Metered, Spending, close_row, writing
 
 OPEN = """
     SELECT seq, id, tenant, key, policy, revision, purpose, at, reserved, repeated FROM requests
@@ -21,11 +21,13 @@ def close_dead(root: Path, connection: sqlite3.Connection) -> int:
         if not _is_dead(file):
             continue
         with writing(connection):
+            spending = Spending(connection)
             rows: list[Any] = connection.execute(OPEN, (file.name,)).fetchall()
             for number, *fields in rows:
                 asked = Metered(*fields)
                 # What another engine was asked in its place is billed there.
-                close_row(connection, number, asked, None, (0, 0) if asked.repeated else None)
+                close_row(connection, spending, number, asked, None, (0, 0) if asked.repeated else None)
+            spending.write()
         closed += len(rows)
         file.unlink(missing_ok=True)
     return closed

@@ -11,7 +11,6 @@ at what they had reserved.
 
 import logging
 import os
-import sqlite3
 import threading
 import time
 import uuid
@@ -26,15 +25,16 @@ from engine.metering.raw_usage import export
 from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.shared_usage import SharedUsage
 from engine.metering.usage_rows import (
-    COUNT,
-    MONTH,
+    Asked,
     Budget,
+    Ended,
     Metered,
+    Shortage,
+    Spending,
+    admit_row,
     close_row,
     connect,
     create,
-    periods,
-    remaining_s,
     writing,
 )
 from engine.threads import PeriodicThread, Work
@@ -45,10 +45,6 @@ EXPORT_S = 60.0
 # How often what other machines need goes to the shared catalog; for one answer there, and for another
 # process of this machine at the end.
 SHARE_S, ANSWER_S, TURN_S, LOCK_S = 5.0, 2.0, 3.0, 20.0
-ADMIT = """
-    INSERT INTO requests (id, gateway, at, tenant, key, policy, revision, purpose, reserved, repeated, state)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'admitted')
-"""
 DRAW = """
     INSERT INTO drawn VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens
 """
@@ -59,18 +55,6 @@ SPARE = """
 """
 
 log = logging.getLogger("graftwork.usage")
-
-# Number, request, status and used tokens of a request that has ended; a request that asks, and its budgets.
-Ended = tuple[int, Metered, int, tuple[int, int] | None]
-Asked = tuple[Metered, Sequence[Budget]]
-
-
-class Shortage(Exception):
-    """This machine has drawn `missing` tokens too few of a budget that it shares."""
-
-    def __init__(self, budget: Budget, period: str, missing: int, refusal: LimitReached):
-        super().__init__(budget, period, missing, refusal)
-        self.budget, self.period, self.missing, self.refusal = budget, period, missing, refusal
 
 
 class UsageLog:
@@ -115,26 +99,16 @@ class UsageLog:
         reserves (`LimitReached`), or it is shared and this machine has drawn less (`Shortage`).
         """
         with writing(self._connection) as connection:
-            for one in ended:
-                close_row(connection, *one)
-            answers = [self._admit(connection, asked, budgets) for asked, budgets in asking]
+            spending = Spending(connection, is_shared=self.shared is not None)
+            for number, asked, status, used in ended:
+                close_row(connection, spending, number, asked, status, used)
+            answers = [
+                spending.refusal(asked, budgets) or admit_row(connection, spending, self.gateway, asked)
+                for asked, budgets in asking
+            ]
+            spending.write()
         self._dirty = True
         return answers
-
-    def _admit(
-        self, connection: sqlite3.Connection, asked: Metered, budgets: Sequence[Budget]
-    ) -> int | LimitReached | Shortage:
-        for budget in budgets:
-            if refusal := self._refusal(connection, asked, budget):
-                return refusal
-        connection.execute(COUNT, asked.counts(0, asked.reserved))
-        values = (
-            asked.id, self.gateway, asked.at, asked.tenant, asked.key, asked.policy, asked.revision,
-            asked.purpose, asked.reserved, asked.repeated,
-        )  # fmt: skip
-        number = connection.execute(ADMIT, values).lastrowid
-        assert number is not None
-        return number
 
     def admit(self, asked: Metered, budgets: Sequence[Budget] = ()) -> int:
         """Record a request and reserve its tokens; return its number for `settle`.
@@ -192,33 +166,6 @@ class UsageLog:
                     connection.execute(DRAW, (subject, period, -tokens))
                 if tokens:
                     self.shared.give_back(subject, period, tokens)
-
-    def _refusal(
-        self, connection: sqlite3.Connection, asked: Metered, budget: Budget
-    ) -> LimitReached | Shortage | None:
-        period = periods(asked.at)[budget.period == MONTH]
-        subject = budget.subject, period
-        query = "SELECT used + reserved FROM spent WHERE subject = ? AND period = ?"
-        spent = connection.execute(query, subject).fetchone()
-        most = budget.tokens
-        if self.shared is not None:
-            query = "SELECT tokens FROM drawn WHERE subject = ? AND period = ?"
-            drawn = connection.execute(query, subject).fetchone()
-            most = min(most, drawn[0] if drawn else 0)
-        left = int(most - (spent[0] if spent else 0))
-        if asked.reserved <= left:
-            return None
-        kind, _, name = budget.subject.partition(":")
-        refusal = LimitReached(
-            f"The {kind} {name!r} has {max(0, left)} of {int(budget.tokens)} tokens left in {period}, and "
-            f"this request may take {asked.reserved}: its prompt and n times max_tokens. Ask for fewer, or "
-            "wait for the next period.",
-            remaining_s(asked.at, budget.period),
-            code="insufficient_quota",
-        )
-        if self.shared is None:
-            return refusal
-        return Shortage(budget, period, asked.reserved - left, refusal)
 
     def _keep(self) -> None:
         """Make commits durable, close rows of dead gateways, move settled rows to Parquet."""

@@ -3,13 +3,13 @@
 import calendar
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, LimitReached
 
 BUSY_TIMEOUT_MS = 5000
 DAY, MONTH = "day", "month"
@@ -89,11 +89,14 @@ CLOSE = """
     UPDATE requests SET state = ?, status = ?, prompt = ?, completion = ?, settled_at = ?, revision = ?
     WHERE seq = ? AND state = 'admitted'
 """
-# Of a key and a tenant, for a day and a month.
+# Of a key or a tenant, for a day or a month.
 COUNT = """
-    INSERT INTO spent (subject, period, used, reserved)
-    VALUES (?, ?, ?, ?), (?, ?, ?, ?), (?, ?, ?, ?), (?, ?, ?, ?)
+    INSERT INTO spent (subject, period, used, reserved) VALUES (?, ?, ?, ?)
     ON CONFLICT DO UPDATE SET used = used + excluded.used, reserved = reserved + excluded.reserved
+"""
+ADMIT = """
+    INSERT INTO requests (id, gateway, at, tenant, key, policy, revision, purpose, reserved, repeated, state)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'admitted')
 """
 ROLL_UP = """
     INSERT INTO hours VALUES (?, ?, ?, ?, ?, ?, 1, ?, ?, ?)
@@ -118,15 +121,6 @@ class Metered(NamedTuple):
     reserved: int
     repeated: int = 0
 
-    def counts(self, used: int, reserved: int) -> tuple[str | int, ...]:
-        """Return the parameters of `COUNT`, for the periods in which the request was admitted."""
-        day, month = periods(self.at)
-        key, tenant = f"key:{self.key}", f"tenant:{self.tenant}"
-        return (
-            key, day, used, reserved, key, month, used, reserved,
-            tenant, day, used, reserved, tenant, month, used, reserved,
-        )  # fmt: skip
-
 
 class Budget(NamedTuple):
     """A limit of tokens for one day or month; `subject` is `key:ID` or `tenant:NAME`."""
@@ -134,6 +128,19 @@ class Budget(NamedTuple):
     subject: str
     period: str
     tokens: float
+
+
+# Number, request, status and used tokens of a request that has ended; a request that asks, and its budgets.
+Ended = tuple[int, Metered, int, tuple[int, int] | None]
+Asked = tuple[Metered, Sequence[Budget]]
+
+
+class Shortage(Exception):
+    """This machine has drawn `missing` tokens too few of a budget that it shares."""
+
+    def __init__(self, budget: Budget, period: str, missing: int, refusal: LimitReached):
+        super().__init__(budget, period, missing, refusal)
+        self.budget, self.period, self.missing, self.refusal = budget, period, missing, refusal
 
 
 def periods(at: float) -> tuple[str, str]:
@@ -200,8 +207,76 @@ def writing(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
     connection.execute("COMMIT")
 
 
+class Spending:
+    """What one transaction changes of the counters of keys and tenants, written at its end."""
+
+    def __init__(self, connection: sqlite3.Connection, is_shared: bool = False):
+        self._connection, self._is_shared = connection, is_shared
+        # By subject and period: tokens used and reserved.
+        self._counts: dict[tuple[str, str], list[int]] = {}
+
+    def count(self, asked: Metered, used: int, reserved: int) -> None:
+        """Count tokens of a request, for the periods in which it was admitted."""
+        day, month = periods(asked.at)
+        key, tenant = f"key:{asked.key}", f"tenant:{asked.tenant}"
+        for subject in ((key, day), (key, month), (tenant, day), (tenant, month)):
+            found = self._counts.get(subject)
+            if found is None:
+                self._counts[subject] = [used, reserved]
+            else:
+                found[0] += used
+                found[1] += reserved
+
+    def refusal(self, asked: Metered, budgets: Sequence[Budget]) -> LimitReached | Shortage | None:
+        """Return why a budget does not admit a request, or None."""
+        return next((why for budget in budgets if (why := self._refusal(asked, budget))), None)
+
+    def _refusal(self, asked: Metered, budget: Budget) -> LimitReached | Shortage | None:
+        period = periods(asked.at)[budget.period == MONTH]
+        subject = budget.subject, period
+        query = "SELECT used + reserved FROM spent WHERE subject = ? AND period = ?"
+        spent = self._connection.execute(query, subject).fetchone()
+        most = budget.tokens
+        if self._is_shared:
+            query = "SELECT tokens FROM drawn WHERE subject = ? AND period = ?"
+            drawn = self._connection.execute(query, subject).fetchone()
+            most = min(most, drawn[0] if drawn else 0)
+        left = int(most - (spent[0] if spent else 0) - sum(self._counts.get(subject, ())))
+        if asked.reserved <= left:
+            return None
+        kind, _, name = budget.subject.partition(":")
+        refusal = LimitReached(
+            f"The {kind} {name!r} has {max(0, left)} of {int(budget.tokens)} tokens left in {period}, and "
+            f"this request may take {asked.reserved}: its prompt and n times max_tokens. Ask for fewer, or "
+            "wait for the next period.",
+            remaining_s(asked.at, budget.period),
+            code="insufficient_quota",
+        )
+        if not self._is_shared:
+            return refusal
+        return Shortage(budget, period, asked.reserved - left, refusal)
+
+    def write(self) -> None:
+        """Write the counters."""
+        changes = [(*subject, *counts) for subject, counts in self._counts.items()]
+        self._connection.executemany(COUNT, changes)
+
+
+def admit_row(connection: sqlite3.Connection, spending: Spending, gateway: str, asked: Metered) -> int:
+    """Write the row of a request that is admitted; return its number."""
+    values = (
+        asked.id, gateway, asked.at, asked.tenant, asked.key, asked.policy, asked.revision, asked.purpose,
+        asked.reserved, asked.repeated,
+    )  # fmt: skip
+    number = connection.execute(ADMIT, values).lastrowid
+    assert number is not None
+    spending.count(asked, 0, asked.reserved)
+    return number
+
+
 def close_row(
     connection: sqlite3.Connection,
+    spending: Spending,
     number: int,
     asked: Metered,
     status: int | None,
@@ -214,7 +289,7 @@ def close_row(
     if not connection.execute(CLOSE, values).rowcount:
         return
     tokens = asked.reserved if used is None else sum(used)
-    connection.execute(COUNT, asked.counts(tokens, -asked.reserved))
+    spending.count(asked, tokens, -asked.reserved)
     connection.execute(
         ROLL_UP,
         (

@@ -15,7 +15,7 @@ from _traffic import Server
 from engine.catalog.catalog import Catalog
 from engine.clients.controller import ControllerClient
 from engine.ledger.ledger import open_snapshot
-from engine.serving.gateway.arms import in_canary
+from engine.serving.gateway.routing import in_canary
 from engine.settings.params import split_served_name
 
 WEIGHT = 0.5

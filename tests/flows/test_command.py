@@ -177,7 +177,7 @@ def test_keys_are_created_listed_and_revoked(params: Path) -> None:
     listed = graftwork("key", "ls", *given).stdout
     assert "ada" in listed
     assert plaintext not in listed
-    from engine.catalog.keys import hash_key
+    from engine.catalog.records import hash_key
 
     prefix = hash_key(plaintext)[:12]
     assert prefix in listed

@@ -1,10 +1,11 @@
 """Count the files of engine/ and kernels/ of which a function runs in one operation of the live services.
 
-    python tests/helpers/executed_files.py BASE [--list]
+    python -m tests.helpers.executed_files BASE [--only requests|step|release] [--list]
 
-BASE is the directory of a built base. The operations are a cold request (API server and engine core), a
-training step (trainer and the loop, which runs in this process), and a release (controller, and its client
-in this process). What runs at an import does not count. `--list` prints the files.
+BASE is the directory of a built base. The operations are a warm and a cold chat request (API server and
+engine core), by a key with limits and budgets, a training step (trainer and the loop, which runs in this
+process), and a release (controller, and its client in this process). What runs at an import does not count.
+`--list` prints the files.
 """
 
 import argparse
@@ -33,7 +34,8 @@ from tests.helpers.rows import NEW, OLD, THIRD, fill
 
 HERE = Path(__file__).parent
 # Each asks a new adapter, for which there is a free slot. What runs in some of them only is periodic work.
-COLD_REQUESTS = 8
+COLD_REQUESTS = WARM_REQUESTS = 8
+LIMITS = {"tokens_per_day": 1e12, "tokens_per_minute": 1e12, "requests_per_minute": 1e9, "concurrency": 1e6}
 # A route's version that is later than the start of any canary here.
 LATER = 1 << 20
 
@@ -49,19 +51,32 @@ def end(file: Path) -> set[str]:
     return found
 
 
-def cold_request(engine: RunningEngine, file: Path) -> set[str]:
+def requests(engine: RunningEngine, file: Path) -> tuple[set[str], set[str]]:
+    """Return what runs in a warm chat request and in a cold one."""
     shapes = BaseShapes.read(engine.base_path).modules()
-    found = []
+    key = engine.catalog.keys.create("tenant", ("infer", "pin"), limits=LIMITS)
+    cold, warm = [], []
     for seed in range(COLD_REQUESTS):
         name = engine.publish("cold", random_adapter(shapes, seed), 8)
         # The gateway looks every 0.25 s whether the catalog has changed.
         time.sleep(1)
-        with engine.client() as client:
-            file.touch()
-            body = {"model": name, "prompt": "1 + 2 =", "max_tokens": 8}
-            client.post("/v1/completions", json=body).raise_for_status()
-            found.append(end(file))
-    return set.intersection(*found)
+        cold.append(asked(engine, key, name, file))
+    for _ in range(WARM_REQUESTS):
+        time.sleep(0.3)
+        warm.append(asked(engine, key, name, file))
+    return set.intersection(*warm), set.intersection(*cold)
+
+
+def asked(engine: RunningEngine, key: str, name: str, file: Path) -> set[str]:
+    """Return what runs from a chat request until the observation of it is written."""
+    with engine.client() as client:
+        client.headers["authorization"] = f"Bearer {key}"
+        file.touch()
+        messages = [{"role": "user", "content": "1 + 2 ="}]
+        body = {"model": name, "messages": messages, "max_tokens": 8}
+        client.post("/v1/chat/completions", json=body).raise_for_status()
+        time.sleep(0.1)
+        return end(file)
 
 
 def with_service(module: str, state: Path, settings: dict[str, Any], use: Callable[[Params], Any]) -> Any:
@@ -88,6 +103,8 @@ def training_step(engine: RunningEngine, file: Path) -> set[str]:
             found.update(end(file))
 
     def use(params: Params) -> None:
+        # The client reads it before the service may have made it.
+        credential(params.paths, "trainer")
         train(params, "sums", resolve_policy(params, "sums").config, engine.key, on_step)
 
     given = json.loads((engine.state / "params.json").read_text())
@@ -148,23 +165,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("base", type=Path)
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--only", choices=("requests", "step", "release"))
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        watch(root / "engine.ran")
-        engine = start_engine(arguments.base.resolve(), root / "engine", wait_s=600, slots=COLD_REQUESTS)
-        try:
-            found = {"cold request": cold_request(engine, root / "engine.ran")}
-            watch(root / "trainer.ran")
-            found["training step"] = training_step(engine, root / "trainer.ran")
-        finally:
-            stop_engine(engine)
-        watch(root / "controller.ran")
-        found["release"] = release(root / "controller", root / "controller.ran")
-    for name, files in found.items():
+    wanted = {arguments.only} if arguments.only else {"requests", "step", "release"}
+
+    def tell(name: str, files: set[str]) -> None:
         print(f"{name}: {len(files)} files")
         if arguments.list:
-            print("".join(f"  {path}\n" for path in sorted(files)), end="")
+            print("".join(f"  {path}\n" for path in sorted(files)), end="", flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        if wanted & {"requests", "step"}:
+            watch(root / "engine.ran")
+            engine = start_engine(arguments.base.resolve(), root / "engine", wait_s=600, slots=COLD_REQUESTS)
+            try:
+                if "requests" in wanted:
+                    warm, cold = requests(engine, root / "engine.ran")
+                    tell("warm request", warm)
+                    tell("cold request", cold)
+                if "step" in wanted:
+                    watch(root / "trainer.ran")
+                    tell("training step", training_step(engine, root / "trainer.ran"))
+            finally:
+                stop_engine(engine)
+        if "release" in wanted:
+            watch(root / "controller.ran")
+            tell("release", release(root / "controller", root / "controller.ran"))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ import httpx
 
 from engine.catalog.catalog import Base, Catalog, Policy, Revision, migrate
 from engine.metering.usage_log import UsageLog
-from engine.serving.gateway.gateway import Gateway, GatewayState
+from engine.serving.gateway.call import GatewayState
+from engine.serving.gateway.gateway import Gateway
 from engine.serving.gateway.meter import Meter
 from engine.serving.gateway.routing import Router
 from engine.serving.residency.residency import Residency
@@ -113,9 +114,10 @@ def make_world(tmp_path):
         ),
         events,
         "here",
-        Meter(usage, 256, 4),
-        GatewayConfig(),
+        256,
         AnyGrammar(),
+        GatewayConfig(),
+        Meter(usage, 256, 4),
     )
     app = SimpleNamespace(state=SimpleNamespace(graftwork=state))
 

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import sqlite3
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +16,15 @@ from fastapi import FastAPI
 
 from engine.catalog.catalog import Base, Catalog, Policy, Revision, migrate
 from engine.metering.usage_log import UsageLog
-from engine.serving.gateway.gateway import Gateway, GatewayState
+from engine.serving.gateway.answers import AnswerReader
+from engine.serving.gateway.call import Call, GatewayState
+from engine.serving.gateway.gateway import Gateway
 from engine.serving.gateway.membership import Membership
 from engine.serving.gateway.meter import Meter
+from engine.serving.gateway.request_fields import size_of
+from engine.serving.gateway.route_table import EXACT as ENDPOINTS
 from engine.serving.gateway.route_table import find_route
-from engine.serving.gateway.routing import Router
+from engine.serving.gateway.routing import Router, Target
 from engine.serving.residency.residency import Residency
 from engine.settings.services import EngineConfig, GatewayConfig
 from engine.store.segments import Store
@@ -178,7 +184,25 @@ class World:
         patterns = [f"{tenant}-*"] if policies is None else policies
         return self.catalog.keys.create(tenant, roles, patterns, **more)
 
+    def call(self, key: str, id: str, prompt: str = "one two", max_tokens: int = 8) -> Call:
+        """Return a call that is admitted, read and routed: one that may be metered."""
+        found = Call(self.state, {}, None, None, ENDPOINTS[COMPLETIONS], id)  # type: ignore[arg-type]
+        found.key = self.catalog.keys.find(key)
+        found.tenant = self.catalog.keys.tenant(found.key.owner)
+        found.body, found.purpose = {"prompt": prompt, "max_tokens": max_tokens}, "user"
+        found.body_bytes, found.size = len(json.dumps(found.body)), size_of(found.body, 16)
+        found.answer, found.admitted_at = AnswerReader(COMPLETIONS), time.time()
+        found.target = Target("acme-sums", CHAMPION, "champion")
+        return found
+
+    def usage_state(self, id: str) -> str:
+        """Return the state of a completion's row in the usage log, as it is written."""
+        with closing(sqlite3.connect(self.usage.path)) as log:
+            (state,) = log.execute("SELECT state FROM requests WHERE id = ?", (f"cmpl-{id}",)).fetchone()
+        return str(state)
+
     def close(self) -> None:
+        self.state.meter.flush()
         self.usage.close()
         self.catalog.close()
 
@@ -208,9 +232,10 @@ def open_world(
         Residency(loads, catalog, Store(root), EngineConfig(load_queue=load_queue)),
         events,  # type: ignore[arg-type]
         "here",
-        Meter(usage, MAX_MODEL_LEN, load_queue),
-        settings or GatewayConfig(),
+        MAX_MODEL_LEN,
         AnyGrammar(),  # type: ignore[arg-type]
+        settings or GatewayConfig(),
+        Meter(usage, MAX_MODEL_LEN, load_queue),
         server.used,
     )
     if has_own:

@@ -6,9 +6,12 @@ in a parsed event; bytes only tell which events are worth parsing, since most pi
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import orjson
+
+from engine.serving.gateway.asgi import CLIENT_LEFT
 
 # (prompt, completion) tokens.
 Used = tuple[int, int]
@@ -57,14 +60,21 @@ class Choice:
 
 
 class AnswerReader:
-    """What an answer of the API at `path` has told so far.
+    """What an answer of the API at `path` has told so far, and when.
 
-    `used` is the usage of the whole answer, None until it is told; `status` that of an error behind a 200.
+    `used` is what it used, None while that is not known; `status` is that of its beginning, and `fault` that
+    of an error behind it. Until there is an answer or an error, `status` is that of a client that left.
     """
 
     def __init__(self, path: str, is_stream: bool = False, is_json: bool = False, choices: int = 1):
         self.used: Used | None = None
-        self.status: int | None = None
+        self.status = CLIENT_LEFT
+        self.fault: int | None = None
+        self.has_left = False
+        # When (`time.perf_counter`) its first and its newest piece came, and how many came.
+        self.first_at: float | None = None
+        self.last_at = 0.0
+        self.pieces = 0
         self.path, self._format = path, FORMATS.get(path, OF_TOKENS)
         self.is_stream, self._is_json, self._expected = is_stream, is_json, choices
         self._choices: dict[int, Choice] = {}
@@ -72,9 +82,28 @@ class AnswerReader:
         # What a piece has that need not be read; None as long as its text matters.
         self.plain: bytes | None = None
 
+    @property
+    def final_status(self) -> int:
+        """The status as its client saw it: 499 for one that left before the first byte."""
+        return CLIENT_LEFT if self.is_unanswered else self.fault or self.status
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether the client left before the first byte of its answer."""
+        return self.has_left and self.first_at is None
+
+    def time(self) -> None:
+        """Note that a piece came now."""
+        self.last_at = perf_counter()
+        self.pieces += 1
+        if self.first_at is None:
+            self.first_at = self.last_at
+
     def again(self) -> "AnswerReader":
-        """Return an answer to the same request of which nothing is known yet."""
-        return AnswerReader(self.path, self.is_stream, self._is_json, self._expected)
+        """Return an answer to the same request, for which nothing has been computed yet."""
+        other = AnswerReader(self.path, self.is_stream, self._is_json, self._expected)
+        other.used = (0, 0)
+        return other
 
     @property
     def outcome(self) -> str | None:
@@ -137,7 +166,7 @@ class AnswerReader:
     def take_fault(self, fault: Any) -> None:
         """Take an error that is told behind a 200."""
         code = mapping(fault).get("code")
-        self.status = code if isinstance(code, int) and 400 <= code < 600 else SERVER_ERROR
+        self.fault = code if isinstance(code, int) and 400 <= code < 600 else SERVER_ERROR
 
 
 @dataclass(frozen=True)

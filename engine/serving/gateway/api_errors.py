@@ -33,9 +33,9 @@ ANTHROPIC_TYPES = {
 MESSAGES = "/v1/messages"
 
 
-async def send_no_key(send: Send, path: str) -> None:
+async def send_no_key(send: Send, path: str, *headers: Header) -> None:
     """Refuse a request without a valid key. There may be many, so the answer is made ahead."""
-    await answer(send, 401, NO_KEY[path.startswith(MESSAGES)])
+    await answer(send, 401, NO_KEY[path.startswith(MESSAGES)], headers)
 
 
 async def send_error(

@@ -15,8 +15,6 @@ App = Callable[[Any, Receive, Send], Awaitable[None]]
 Header = tuple[bytes, bytes]
 Done = TypeVar("Done")
 MAX_BODY = 8 << 20
-# A client has this many seconds to send its body.
-BODY_S = 60.0
 CLIENT_LEFT = 499
 
 
@@ -39,29 +37,6 @@ class Refused(GraftworkError):
 
     def __str__(self) -> str:
         return str(self.args[1])
-
-
-async def read_body(receive: Receive, most: int = MAX_BODY) -> bytes:
-    """Return the whole request body.
-
-    Raises `Refused`: 413 over `most` bytes, 408 when it takes too long, 400 when the client leaves first.
-    """
-    chunks: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(BODY_S):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise Refused(400, "The client disconnected before it had sent the whole request.")
-                chunks.append(message.get("body", b""))
-                size += len(chunks[-1])
-                if size > most:
-                    raise Refused(413, f"The request body is larger than the limit of {most} bytes.")
-                if not message.get("more_body"):
-                    return b"".join(chunks)
-    except TimeoutError:
-        raise Refused(408, f"The request body did not arrive within {BODY_S:g} s.") from None
 
 
 async def unless_left(
@@ -99,31 +74,6 @@ def parse(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise Refused(400, f"The request body must be a JSON object, not a {type(body).__name__}.")
     return body
-
-
-def with_body(
-    body: bytes, scope: Any, receive: Receive, *headers: Header, left: Callable[[], object] = lambda: None
-) -> Receive:
-    """Return a `receive` that gives this body first; sets the scope's content length and `headers`.
-
-    `left` is called when the client disconnects, before the application hears of it.
-    """
-    sent = False
-    headers = (*headers, (b"content-length", str(len(body)).encode()))
-    replaced = {name for name, _ in headers} | {b"transfer-encoding"}
-    scope["headers"] = [*(header for header in scope["headers"] if header[0] not in replaced), *headers]
-
-    async def replay() -> Message:
-        nonlocal sent
-        if sent:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                left()
-            return message
-        sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replay
 
 
 async def nothing() -> None:

@@ -14,7 +14,7 @@ from engine.catalog.catalog import Key
 from engine.errors import Forbidden
 from engine.serving.gateway.answers import mapping, mappings
 from engine.serving.gateway.asgi import Refused
-from engine.serving.gateway.request_size import is_deeper
+from engine.serving.gateway.request_depth import is_deeper
 
 # Of all constraints of a request together. A schema of 64 KiB has over a thousand properties.
 MOST_BYTES = 64 << 10

@@ -8,7 +8,6 @@ import asyncio
 import socket
 import time
 from argparse import Namespace
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -29,17 +28,18 @@ from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.usage_log import UsageLog
 from engine.serving.gateway.api_errors import send_error
 from engine.serving.gateway.asgi import Refused
-from engine.serving.gateway.gateway import ASKED, GatewayState
+from engine.serving.gateway.call import GatewayState
+from engine.serving.gateway.catalog_rows import rows_to_cache
+from engine.serving.gateway.forwarding import ASKED
 from engine.serving.gateway.grammar_trial import GrammarTrial
 from engine.serving.gateway.leaving import end_requests_first
+from engine.serving.gateway.limits import TEMPLATE_TOKENS
 from engine.serving.gateway.membership import Membership
 from engine.serving.gateway.meter import Meter
 from engine.serving.gateway.prewarming import Prewarmer, served_names
 from engine.serving.gateway.request_ids import is_given_to
-from engine.serving.gateway.reservation import TEMPLATE_TOKENS
 from engine.serving.gateway.rollouts import gate_of_platform, rollouts
 from engine.serving.gateway.routing import Router
-from engine.serving.gateway.row_cache import rows_to_cache
 from engine.serving.gateway.samples import samples
 from engine.serving.residency.load_metrics import LoadMetrics
 from engine.serving.residency.residency import Residency
@@ -148,11 +148,12 @@ class GraftworkEndpoints:
             router,
             tier,
             spool,
-            name=name,
-            meter=meter,
-            settings=params.gateway,
-            grammars=GrammarTrial(Path(engine_client.model_config.model)),
-            counted=engine.used,
+            name,
+            max_model_len,
+            GrammarTrial(Path(engine_client.model_config.model)),
+            params.gateway,
+            meter,
+            engine.used,
         )
         membership = Membership(catalog, name, params.url("engine"), settings["base"], settings["version"])
         warm = params.paths.warm / f"{params.engine.port}.json"
@@ -226,7 +227,7 @@ async def ready(request: Request) -> Response:
         state: GatewayState = request.app.state.graftwork
         try:
             missing = request.app.state.graftwork_prewarmer.missing
-            why = await state.router.ask(partial(membership.why_not_ready, state.router, missing))
+            why = await state.router.ask(membership.why_not_ready, state.router, missing)
         except GraftworkError:
             why = "catalog"
     return JSONResponse({"ready": why is None, "reason": why}, 503 if why else 200)
@@ -280,7 +281,7 @@ async def models(request: Request) -> dict[str, Any]:
     """List the base and the first 1,000 policies that the key may use; revisions are not listed."""
     state: GatewayState = request.app.state.graftwork
     key: Key = request.state.graftwork_key
-    known = await state.router.ask(partial(state.router.policies, MODELS, key.policies))
+    known = await state.router.ask(state.router.policies, MODELS, key.policies)
     names = [state.router.base_name, *known]
     return {"object": "list", "data": [_card(name) for name in names]}
 
@@ -327,8 +328,8 @@ async def prewarm(body: Prewarm, request: Request) -> Any:
         target, _ = await state.router.admit(body.model, "", key=key)
         if target.policy is None or target.digest is None:
             return {"model": body.model, "revision": "base", "estimate_s": 0.0}
-        revision = await state.router.ask(partial(state.router.revision, target.policy, target.digest))
-        tenant = await state.router.ask(partial(state.router.tenant, key.owner))
+        revision = await state.router.ask(state.router.revision, target.policy, target.digest)
+        tenant = await state.router.ask(state.router.tenant, key.owner)
         state.meter.prewarm(key, tenant, target.name or "", state.residency.is_loading)
         estimate_s = state.residency.prewarm(revision)
     except GraftworkError as error:

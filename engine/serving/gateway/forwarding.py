@@ -1,124 +1,169 @@
-"""Forward a request to vLLM: what it gets of the client's request, and what its answer says of usage.
+"""The fourth stage: vLLM answers. What it gets of the client's request, and what its answer tells.
 
 A stream's usage is asked for on the gateway's account, and the piece that carries it is taken away when the
-client did not ask. vLLM's errors are put into the form of the API that was called.
+client did not ask. vLLM's errors are put into the form of the API that was called. Of a canary that fails
+before its first byte nothing is sent: another call answers in its place.
 """
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Awaitable
+from contextvars import ContextVar
+from functools import cache
 
-from engine.serving.gateway.answers import AnswerReader, Used, wants_json
+import orjson
+from prometheus_client import Counter
+
 from engine.serving.gateway.api_errors import translate
-from engine.serving.gateway.asgi import App, Header, Message, Receive, Send, nothing, with_body
+from engine.serving.gateway.asgi import App, Message, nothing
+from engine.serving.gateway.call import Call
+from engine.serving.gateway.reading import ASKED_FOR_USAGE
+from engine.serving.gateway.route_table import Kind
 
 # Of a client's headers, vLLM gets only these: others choose a priority, a rank or a session.
 FORWARDED = frozenset({b"accept", b"content-type", b"host", b"traceparent", b"tracestate", b"user-agent"})
-# Endpoints whose streams carry usage when `stream_options` ask; the others' always do.
-ASKED_FOR_USAGE = frozenset({"/v1/completions", "/v1/chat/completions"})
-ERROR = 400
-Counted = Callable[[str], Used | None]
+ERROR, NOT_FOUND, SERVER_ERROR = 400, 404, 500
+ANSWERS = Counter(
+    "graftwork_answers", "Answers, and for what the gateway refused a request.", ["status", "reason"]
+)
+# The `model` of a request that the base answers, for its answer to carry.
+ASKED: ContextVar[str | None] = ContextVar("asked", default=None)
 
 
-def uncounted(_request_id: str) -> None:
-    """Say that what a request has used is not known."""
-    return
+@cache
+def answers_with(status: int, reason: str) -> Counter:
+    """Return the counter of these answers. Both labels are of few words: no client makes one."""
+    return ANSWERS.labels(status, reason)
 
 
-@dataclass
-class ForwardedCall:
-    """A request to forward and what its answer told; `used` is None while its tokens are not known.
+def body_for(call: Call) -> bytes:
+    """Return the body that vLLM gets: the client's, with the fields that the gateway alone sets."""
+    if call.endpoint.fields is None:
+        return call.raw
+    body = call.body
+    if call.endpoint.kind is Kind.GENERATE:
+        body["model"] = call.name or call.state.router.base_name
+        if not call.state.settings.shared_prefix_cache:
+            # By the time to the first token one tenant could guess another's prompts.
+            body["cache_salt"] = call.state.router.keyed_hash("prefix cache", call.tenant.name)
+        if call.answer.is_stream and call.endpoint.path in ASKED_FOR_USAGE:
+            body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
+        if call.endpoint.path == "/v1/responses":
+            body |= {"request_id": call.answer_id, "store": False}
+    return orjson.dumps(body)
 
-    `id` is the request's id without prefix; `counted` asks the engine what a request has used so far.
+
+async def forward(call: Call, app: App) -> None:
+    """Have vLLM's app answer; mark its answer, read it, and pass it on.
+
+    `call.has_failed` is then whether this was a canary that failed: nothing of it was sent.
     """
-
-    id: str
-    path: str
-    priority: int
-    answer: AnswerReader
-    wants_usage: bool
-    counted: Counted = uncounted
-    used: Used | None = (0, 0)
-
-    @staticmethod
-    def of(
-        request_id: str,
-        path: str,
-        body: dict[str, Any],
-        priority: int = 0,
-        counted: Counted = uncounted,
-        choices: int = 1,
-    ) -> "ForwardedCall":
-        """Return the call of a request, and have a stream's `body` ask for usage."""
-        is_stream = body.get("stream") is True
-        options = body.get("stream_options") or {}
-        if is_stream and path in ASKED_FOR_USAGE:
-            body["stream_options"] = {**options, "include_usage": True}
-        wants = path not in ASKED_FOR_USAGE or bool(options.get("include_usage"))
-        answer = AnswerReader(path, is_stream, wants_json(body), choices)
-        return ForwardedCall(request_id, path, priority, answer, wants, counted)
-
-    def again(self) -> "ForwardedCall":
-        """Return the call as it was before any answer."""
-        return replace(self, answer=self.answer.again(), used=(0, 0))
-
-    def left(self) -> None:
-        """Take what the request has used until now: its client has left, and the engine will stop it."""
-        if self.answer.used is None:
-            self.used = self.counted(self.id)
-
-    def read(self, piece: bytes, is_last: bool) -> bytes:
-        """Read a piece of the answer; return what of it the client asked for."""
-        kept = self.answer.read(piece, is_last)
-        if self.answer.used is not None:
-            self.used = self.answer.used
-        return piece if self.wants_usage else kept
-
-
-async def forward(
-    app: App, call: ForwardedCall, body: bytes, scope: Any, receive: Receive, send: Send
-) -> None:
-    """Run vLLM's app on the request with this body; `call.used` is then what it used, or None."""
-    ours: tuple[Header, ...] = (
+    answer, send, counted = call.answer, call.send, call.state.counted
+    wants_usage = call.wants_usage
+    body = body_for(call)
+    is_canary = call.endpoint.kind is Kind.GENERATE and call.is_canary
+    if call.endpoint.kind is Kind.GENERATE and call.name is None:
+        ASKED.set(call.model)
+    scope = dict(call.scope)
+    scope["headers"] = [
+        *(header for header in scope["headers"] if header[0] in FORWARDED),
         (b"x-request-id", call.id.encode()),
-        (b"x-vllm-priority", str(call.priority).encode()),
-    )
-    scope["headers"] = [header for header in scope["headers"] if header[0] in FORWARDED]
-    replay = with_body(body, scope, receive, *ours, left=call.left)
-    held: list[Message] = []
+        (b"x-vllm-priority", b"%d" % call.priority),
+        (b"content-length", b"%d" % len(body)),
+    ]
+    is_sent = False
+
+    async def receive() -> Message:
+        nonlocal is_sent
+        if is_sent:
+            message = await call.receive()
+            if message["type"] == "http.disconnect":
+                answer.has_left = True
+                if answer.used is None:
+                    # The engine will stop it.
+                    answer.used = counted(call.id)
+            return message
+        is_sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    # The beginning of an error, or of a canary's answer, until its first byte.
+    kept: Message | None = None
     fault = bytearray()
-    call.used, answer = None, call.answer
 
     # A plain function: a coroutine for each piece of a stream costs as much as the rest of it.
-    def watched(message: Message) -> Awaitable[None]:
+    def relay(message: Message) -> Awaitable[None]:
+        nonlocal kept
         if message["type"] == "http.response.start":
-            if message["status"] >= ERROR:
-                held.append(message)
+            answer.status = message["status"]
+            if is_canary or answer.status >= ERROR:
+                kept = message
                 return nothing()
-        elif held:
-            fault.extend(message.get("body", b""))
+            return begin(call, message)
+        piece = message.get("body", b"")
+        if kept is not None and answer.status >= ERROR:
+            fault.extend(piece)
             if message.get("more_body"):
                 return nothing()
-            return _send_fault(call, held.pop(), bytes(fault), send)
-        else:
-            piece = message.get("body", b"")
-            # Most pieces of a stream: what is done for each of them costs.
-            if answer.plain is not None and answer.plain in piece:
-                return send(message)
+            start, kept = kept, None
+            return fail(start)
+        # Most pieces of a stream: what is done for each of them costs.
+        if answer.plain is None or answer.plain not in piece:
             has_more = bool(message.get("more_body"))
-            message["body"] = call.read(piece, not has_more)
-            if piece and has_more and not message["body"]:
+            told = answer.read(piece, not has_more)
+            if not wants_usage:
+                message["body"] = told
+                if piece and has_more and not told:
+                    return nothing()
+                piece = told
+        if call.has_failed or answer.is_unanswered:
+            # vLLM ends the answer to a client that has left with 200 and nothing in it.
+            return nothing()
+        if piece:
+            answer.time()
+        if kept is not None:
+            start, kept = kept, None
+            if is_fault(answer.fault or answer.status):
+                call.has_failed = True
                 return nothing()
+            return both(start, message)
         return send(message)
 
-    await app(scope, replay, watched)
+    async def fail(start: Message) -> None:
+        """Send an error of vLLM's in the API's form; nothing was generated for the client."""
+        answer.used = (0, 0)
+        if answer.is_unanswered:
+            return
+        answer.time()
+        if is_canary and is_fault(answer.status):
+            call.has_failed = True
+            return
+        told = translate(answer.status, bytes(fault), call.endpoint.path)
+        headers = [header for header in start.get("headers", ()) if header[0].lower() != b"content-length"]
+        start["headers"] = [*headers, (b"content-length", b"%d" % len(told))]
+        await both(start, {"type": "http.response.body", "body": told})
+
+    async def both(start: Message, message: Message) -> None:
+        await begin(call, start)
+        await send(message)
+
+    answer.used = None
+    try:
+        await app(scope, receive, relay)
+    except Exception:
+        if not is_canary or answer.first_at is not None or answer.is_unanswered:
+            raise
+        answer.status, call.has_failed = SERVER_ERROR, True
 
 
-async def _send_fault(call: ForwardedCall, start: Message, fault: bytes, send: Send) -> None:
-    """Send an error of vLLM's in the API's form. Nothing was generated for the client."""
-    call.used = (0, 0)
-    told = translate(start["status"], fault, call.path)
-    kept = [header for header in start.get("headers", ()) if header[0].lower() != b"content-length"]
-    start["headers"] = [*kept, (b"content-length", str(len(told)).encode())]
-    await send(start)
-    await send({"type": "http.response.body", "body": told})
+def begin(call: Call, start: Message) -> Awaitable[None]:
+    """Send the beginning of the call's answer, with our headers."""
+    ours = [(b"x-request-id", call.id.encode())]
+    if call.endpoint.kind is Kind.GENERATE:
+        revision = (call.target.name or "base").encode()
+        ours += [(b"x-graftwork-revision", revision), *call.state.meter.headers(call)]
+    start["headers"] = [*start.get("headers", ()), *ours]
+    answers_with(start["status"], "").inc()
+    return call.send(start)
+
+
+def is_fault(status: int) -> bool:
+    """Return whether a canary's status is no fault of its user: an error, or a name that vLLM cannot find."""
+    return status >= SERVER_ERROR or status == NOT_FOUND

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from engine.serving.gateway.request_size import MOST_DEPTH
+from engine.serving.gateway.request_depth import MOST_DEPTH
 
 MOST_MESSAGES = 4096
 BRACKETS = re.compile(r"[\[\]{}]")

@@ -1,80 +1,54 @@
-"""Limits and usage of requests: a bill is opened before a request is forwarded and settled after it.
+"""Limits and usage of calls: a bill is opened before a call is forwarded and settled after it.
 
-Rates and requests under way are counted in memory, by each gateway for itself. Budgets of a day and a month
-are in the usage log, which all gateways of a machine share, and between machines in their Postgres.
+Rates and calls under way are counted in memory, by each gateway for itself. Budgets of a day and a month are
+in the usage log, which all gateways of a machine share, and between machines in their Postgres.
 """
 
 import asyncio
 import logging
 import math
 import sqlite3
-import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any
 
 from prometheus_client import Counter
 
 from engine.catalog.catalog import Key, Tenant
 from engine.errors import LimitReached, ServiceError
-from engine.metering.usage_log import Ended, Shortage, UsageLog
-from engine.metering.usage_rows import DAY, MONTH, Budget, Metered
+from engine.metering.usage_log import UsageLog
+from engine.metering.usage_rows import Budget, Ended, Metered, Shortage
 from engine.serving.gateway.answers import Used
 from engine.serving.gateway.asgi import CLIENT_LEFT, Header, Refused
-from engine.serving.gateway.fair_share import FairShare
-from engine.serving.gateway.request_fields import Size
-from engine.serving.gateway.reservation import (
+from engine.serving.gateway.call import Call
+from engine.serving.gateway.limits import (
     BYTES_A_TOKEN,
+    REFUSED,
     TEMPLATE_TOKENS,
     TOOL_TOKENS,
-    Reservation,
-    ceiling_of,
+    Account,
+    FairShare,
+    TokenBucket,
+    over,
     reserve,
 )
 
 # The share of the queue of cold loads that a tenant with policies of its own may take.
 LOAD_SHARE = 0.5
-# The usage of a request that has ended waits this long for others, to be written in one commit.
+# The usage of a call that has ended waits this long for others, to be written in one commit.
 SETTLED_S = 0.02
-# When a write that failed is tried again, if no request comes before.
+# When a write that failed is tried again, if no call comes before.
 AGAIN_S = 1.0
 TOKENS = Counter("graftwork_tokens", "Tokens of settled requests.", ["tenant", "kind"])
-REFUSED = Counter("graftwork_requests_limited", "Requests refused by a limit.", ["tenant", "limit"])
 UNSETTLED = Counter("graftwork_usage_unsettled", "Failed attempts to write the usage of ended requests.")
 log = logging.getLogger("graftwork.meter")
-# The limits' names: of a minute by what they count, of longer periods by the period.
-A_MINUTE = tuple((kind, f"{kind}_per_minute") for kind in ("requests", "tokens"))
-A_PERIOD = tuple((period, f"tokens_per_{period}") for period in (DAY, MONTH))
-
-
-RATE_HEADERS = {
-    kind: tuple(f"x-ratelimit-{word}-{kind}".encode() for word in ("limit", "remaining", "reset"))
+RATE_HEADERS = tuple(
+    tuple(f"x-ratelimit-{word}-{kind}".encode() for word in ("limit", "remaining", "reset"))
     for kind in ("requests", "tokens")
-}
-
-
-@dataclass
-class TokenBucket:
-    """A token bucket of a minute: it holds `capacity` and refills evenly within 60 s."""
-
-    capacity: float
-    left: float
-    at: float
-
-    def refill(self, now: float) -> None:
-        """Add what has come since the last call."""
-        self.left = min(self.capacity, self.left + (now - self.at) * self.capacity / 60)
-        self.at = now
-
-    def wait_s(self, wanted: float) -> float:
-        """Return after how many seconds `wanted` is there; 0 when it is there now."""
-        return max(0.0, (wanted - self.left) * 60 / self.capacity) if self.capacity else math.inf
-
-
+)
 left_of = attrgetter("left")
 
 
@@ -85,42 +59,22 @@ def tokens_of(tenant: str, kind: str) -> Counter:
 
 
 @dataclass(slots=True)
+class Bill:
+    """What the meter knows of a call: its row in the usage log and the row's number, its tag in the queue."""
+
+    account: Account
+    asked: Metered
+    number: int
+    tag: float
+
+
+@dataclass(slots=True)
 class Asking:
-    """A request that waits to be recorded; `number` becomes its number, or why it is refused."""
+    """A call that waits to be recorded; `number` becomes its number, or why it is refused."""
 
     asked: Metered
     budgets: Sequence[Budget]
     number: asyncio.Future[int]
-
-
-@dataclass(slots=True)
-class Bill:
-    """A metered request; `tag` is its place in the fair queue."""
-
-    number: int
-    asked: Metered
-    buckets: list[tuple[str, TokenBucket]]
-    subjects: tuple[str, str]
-    tag: float
-
-    @property
-    def priority(self) -> int:
-        """vLLM's priority: the lowest is computed first."""
-        return int(self.tag)
-
-    def headers(self) -> list[Header]:
-        """Return the headers that say what is left of the tightest limits of a minute."""
-        found: list[Header] = []
-        for kind, names in RATE_HEADERS.items():
-            if mine := [one for name, one in self.buckets if name == kind]:
-                tight = min(mine, key=left_of) if len(mine) > 1 else mine[0]
-                reset_s = (tight.capacity - tight.left) * 60 / tight.capacity if tight.capacity else 60.0
-                found += (
-                    (names[0], b"%.0f" % tight.capacity),
-                    (names[1], b"%d" % max(0.0, tight.left)),
-                    (names[2], b"%.3fs" % reset_s),
-                )
-        return found
 
 
 class Meter:
@@ -130,124 +84,164 @@ class Meter:
         self, usage: UsageLog, max_model_len: int, load_places: int, template_tokens: int = TEMPLATE_TOKENS
     ):
         self._usage, self._template_tokens = usage, template_tokens
-        self.context, self._load_places = max_model_len, load_places
+        self._context, self._load_places = max_model_len, load_places
         self._buckets: dict[tuple[str, str], TokenBucket] = {}
-        # Requests under way, by key and tenant.
+        self._accounts: dict[str, Account] = {}
+        # Calls under way, by key and tenant.
         self.under_way: Tally[str] = Tally()
-        # Of each tenant, the cold adapters that it waits for, and by how many requests.
+        # Of each tenant, the cold adapters that it waits for, and by how many calls.
         self.loading: dict[str, Tally[str]] = {}
         self._prewarming: dict[str, set[str]] = {}
         self._fair = FairShare()
-        # Requests under way, all together.
+        # Calls under way, all together.
         self._open = 0
         # What is to be written: who asks in this turn of the event loop, and what has ended since.
         self._asking: list[Asking] = []
         self._ended: list[Ended] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    def reserve(
-        self, key: Key, tenant: Tenant, body: dict[str, Any], body_bytes: int, size: Size
-    ) -> Reservation:
-        """Return what a request reserves. Raises `Refused` (400) where its limits never admit it."""
-        template = self._template_tokens + ("tools" in body) * TOOL_TOKENS
-        is_plain = "prompt" in body or "prompts" in body
-        prompt = body_bytes + (size.prompts if is_plain else template)
-        return reserve(size, prompt, self.context, ceiling_of(key.limits, tenant.limits))
+    def _account_of(self, call: Call) -> Account:
+        """Return the account of the call's rows; rows that have changed make a new one."""
+        key, tenant = call.key, call.tenant
+        assert key is not None
+        found = self._accounts.get(key.id)
+        if found is None or found.key is not key or found.tenant is not tenant:
+            found = self._accounts[key.id] = Account.of(key, tenant, self._buckets)
+        return found
+
+    def refuse_spent(self, call: Call) -> None:
+        """Raise `LimitReached` where no request of this minute is left, before anything is read of it."""
+        self._account_of(call).refuse_empty("requests", 1)
+
+    def refused(self, call: Call) -> None:
+        """Count a request that was refused for what it asks: it costs the gateway as much as many others."""
+        for bucket in self._account_of(call).requests:
+            bucket.left = max(bucket.left - 1, -bucket.capacity)
 
     @contextmanager
-    def call(self, key: Key, tenant: Tenant, body_bytes: int = 0) -> Iterator[None]:
+    def counted(self, call: Call, text_bytes: int) -> Iterator[None]:
         """Count a call that generates nothing; one that tokenizes text takes tokens of the minute for it.
 
         Raises `LimitReached` as `open` does, and `Refused` (400) for a text that the limits never admit.
         """
-        tokens = body_bytes // BYTES_A_TOKEN
-        minutes = [given.get("tokens_per_minute", math.inf) for given in (key.limits, tenant.limits)]
-        if tokens > min(minutes):
-            said = (
-                f"A limit of this key or its tenant admits {min(minutes) * BYTES_A_TOKEN:g} bytes a minute."
-            )
+        account, tokens = self._account_of(call), text_bytes // BYTES_A_TOKEN
+        most = min((bucket.capacity for bucket in account.tokens), default=math.inf)
+        if tokens > most:
+            said = f"A limit of this key or its tenant admits {most * BYTES_A_TOKEN:g} bytes a minute."
             raise Refused(400, said, "limit_too_low")
-        subjects, buckets = self._enter(key, tenant, tokens)
+        self._enter(account, tokens)
         try:
             yield
         finally:
-            self._leave(subjects, buckets, 0)
+            self._leave(account, 0)
 
-    def refuse_spent(self, key: Key, tenant: Tenant) -> None:
-        """Raise `LimitReached` where no request of this minute is left, before anything is read of it."""
-        for bucket in self._requests_of(key, tenant):
-            if bucket.left < 1:
-                limit = f"{bucket.capacity:g} requests a minute"
-                raise self._over(tenant, "requests_per_minute", limit, "", bucket.wait_s(1))
+    async def open(self, call: Call) -> None:
+        """Admit a call within all limits of its key and tenant, and reserve its tokens.
 
-    def refused(self, key: Key, tenant: Tenant) -> None:
-        """Count a request that was refused for what it asks: it costs the gateway as much as many others."""
-        for bucket in self._requests_of(key, tenant):
-            bucket.left = max(bucket.left - 1, -bucket.capacity)
-
-    def _requests_of(self, key: Key, tenant: Tenant) -> list[TokenBucket]:
-        now, name = time.monotonic(), "requests_per_minute"
-        limits = ((f"key:{key.id}", key.limits), (f"tenant:{tenant.name}", tenant.limits))
-        return [
-            self._bucket(subject, "requests", given[name], now) for subject, given in limits if name in given
-        ]
-
-    async def open(self, key: Key, tenant: Tenant, asked: Metered) -> Bill:
-        """Admit a request within all limits of its key and tenant, and reserve its tokens.
-
-        Raises `LimitReached` with the time to retry, and `ServiceError` when usage cannot be written: no
-        request is served that is not recorded.
+        Where the call names no number of tokens, its limits may. Raises `LimitReached` with the time to
+        retry, `Refused` (400) where the limits never admit it, and `ServiceError` when usage cannot be
+        written: no call is served that is not recorded.
         """
-        subjects, buckets = self._enter(key, tenant, asked.reserved)
-        budgets = [
-            Budget(subject, period, given[limit])
-            for subject, given in zip(subjects, (key.limits, tenant.limits), strict=True)
-            for period, limit in A_PERIOD
-            if limit in given
-        ]
+        account = self._account_of(call)
+        tokens = self._reserve(call, account)
+        self._enter(account, tokens)
+        asked = Metered(
+            call.answer_id,
+            call.tenant.name,
+            account.key.id,
+            call.target.policy or "",
+            call.target.digest or "",
+            call.purpose,
+            call.admitted_at,
+            tokens,
+            # Of a whole answer no byte is sent before its end; a stream that breaks is not asked again.
+            int(call.state.settings.proxy_sets_id and not call.answer.is_stream),
+        )
         try:
-            number = await self._admit(asked, budgets)
+            number = await self._admit(asked, account.budgets)
         except BaseException as error:
-            self._leave(subjects, buckets, asked.reserved)
+            self._leave(account, tokens)
             if isinstance(error, LimitReached):
-                REFUSED.labels(tenant.name, "budget").inc()
+                REFUSED.labels(call.tenant.name, "budget").inc()
             if isinstance(error, sqlite3.Error):
                 said = f"The usage of this request cannot be recorded: {error}. Try again."
                 raise ServiceError(said) from None
             raise
-        tag = self._fair.enter(tenant.name, asked.reserved, tenant.weight)
-        return Bill(number, asked, buckets, subjects, tag)
+        tag = self._fair.enter(call.tenant.name, tokens, call.tenant.weight)
+        call.bill, call.priority = Bill(account, asked, number, tag), int(tag)
 
-    def _enter(
-        self, key: Key, tenant: Tenant, tokens: int
-    ) -> tuple[tuple[str, str], list[tuple[str, TokenBucket]]]:
-        """Take a request's place and its share of the minute. Raises `LimitReached`, as `open` does."""
-        now = time.monotonic()
-        subjects = (f"key:{key.id}", f"tenant:{tenant.name}")
-        limits = ((subjects[0], key.limits), (subjects[1], tenant.limits))
-        buckets = [
-            (kind, self._bucket(subject, kind, given[limit], now))
-            for subject, given in limits
-            for kind, limit in A_MINUTE
-            if limit in given
-        ]
-        for subject, given in limits:
-            most = given.get("concurrency")
-            if most is not None and self.under_way[subject] >= most:
-                raise self._over(tenant, "concurrency", f"{most:g} requests under way", subject, 1.0)
-        for kind, bucket in buckets:
-            wanted = 1 if kind == "requests" else tokens
-            if bucket.left < wanted:
-                limit = f"{bucket.capacity:g} {kind} a minute"
-                raise self._over(tenant, f"{kind}_per_minute", limit, "", bucket.wait_s(wanted))
-        for kind, bucket in buckets:
-            bucket.left -= 1 if kind == "requests" else tokens
-        self.under_way.update(subjects)
+    def _reserve(self, call: Call, account: Account) -> int:
+        """Return the tokens that a call may take, and bound its answer where only its limits do."""
+        body, size = call.body, call.size
+        template = self._template_tokens + ("tools" in body) * TOOL_TOKENS
+        is_plain = "prompt" in body or "prompts" in body
+        prompt = call.body_bytes + (size.prompts if is_plain else template)
+        reserved = reserve(size, prompt, self._context, account.ceiling)
+        if reserved.length is not None:
+            body[call.endpoint.length] = reserved.length
+        return reserved.tokens
+
+    def _enter(self, account: Account, tokens: int) -> None:
+        """Take a call's place and its share of the minute. Raises `LimitReached`, as `open` does."""
+        for subject, most in account.concurrency:
+            if self.under_way[subject] >= most:
+                raise over(account.tenant, "concurrency", f"{most:g} requests under way", subject, 1.0)
+        account.take(tokens)
+        for subject in account.subjects:
+            self.under_way[subject] += 1
         self._open += 1
-        return subjects, buckets
+
+    def _leave(self, account: Account, unused_tokens: int) -> None:
+        """End a call under way, and give back what it reserved of a minute's tokens and did not use."""
+        self._open -= 1
+        for subject in account.subjects:
+            self.under_way[subject] -= 1
+            if not self.under_way[subject]:
+                del self.under_way[subject]
+        for bucket in account.tokens:
+            bucket.left = min(bucket.capacity, bucket.left + unused_tokens)
+
+    def headers(self, call: Call) -> list[Header]:
+        """Return the headers that say what is left of the tightest limits of a minute."""
+        found: list[Header] = []
+        account = call.bill.account
+        for (limit, remaining, reset), mine in zip(
+            RATE_HEADERS, (account.requests, account.tokens), strict=True
+        ):
+            if mine:
+                tight = min(mine, key=left_of) if len(mine) > 1 else mine[0]
+                reset_s = (tight.capacity - tight.left) * 60 / tight.capacity if tight.capacity else 60.0
+                found += (
+                    (limit, b"%.0f" % tight.capacity),
+                    (remaining, b"%d" % max(0.0, tight.left)),
+                    (reset, b"%.3fs" % reset_s),
+                )
+        return found
+
+    def settle(self, call: Call) -> None:
+        """Record what a call used, and which revision answered it.
+
+        What is not known counts as reserved, and at most the reservation is billed. It is written with the
+        next call, or within `SETTLED_S`.
+        """
+        bill: Bill = call.bill
+        asked, used, digest = bill.asked, call.answer.used, call.target.digest or ""
+        if used is not None and sum(used) > asked.reserved:
+            prompt = min(used[0], asked.reserved)
+            used = prompt, asked.reserved - prompt
+        if asked.revision != digest:
+            asked = asked._replace(revision=digest)
+        self._fair.leave(bill.tag)
+        self._leave(bill.account, 0 if used is None else asked.reserved - sum(used))
+        self._end(bill.number, asked, call.answer.fault or call.answer.status, used)
+        if used is None:
+            tokens_of(asked.tenant, "unknown").inc(asked.reserved)
+        else:
+            tokens_of(asked.tenant, "prompt").inc(used[0])
+            tokens_of(asked.tenant, "completion").inc(used[1])
 
     async def _admit(self, asked: Metered, budgets: Sequence[Budget]) -> int:
-        """Record the request; draw from shared budgets what this machine lacks of them."""
+        """Record the call; draw from shared budgets what this machine lacks of them."""
         while True:
             try:
                 return await self._written(asked, budgets)
@@ -256,7 +250,7 @@ class Meter:
                     raise short.refusal from None
 
     async def _written(self, asked: Metered, budgets: Sequence[Budget]) -> int:
-        """Record the request; return its number.
+        """Record the call; return its number.
 
         Where others are under way, those of this turn of the event loop are recorded together.
         """
@@ -278,11 +272,9 @@ class Meter:
             raise
 
     def _end(self, number: int, asked: Metered, status: int, used: Used | None) -> None:
-        """Record a request that has ended: at once where it is the last, else with the next that comes."""
+        """Have the end of a call recorded with the next one that comes, or soon."""
         self._ended.append((number, asked, status, used))
-        if not self._open:
-            self._record(())
-        elif self._timer is None:
+        if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(SETTLED_S, self._write_ended)
 
     def _write_ended(self) -> None:
@@ -290,7 +282,7 @@ class Meter:
         self.flush()
 
     def flush(self) -> None:
-        """Record the requests that have ended now. On the event loop."""
+        """Record the calls that have ended now. On the event loop."""
         if self._ended:
             self._record(())
 
@@ -319,39 +311,6 @@ class Meter:
         self._ended.clear()
         return answers
 
-    def _leave(
-        self, subjects: Sequence[str], buckets: Sequence[tuple[str, TokenBucket]], unused_tokens: int
-    ) -> None:
-        """End a request under way, and give back what it reserved of a minute's tokens and did not use."""
-        self._open -= 1
-        for subject in subjects:
-            self.under_way[subject] -= 1
-            if not self.under_way[subject]:
-                del self.under_way[subject]
-        for kind, bucket in buckets:
-            if kind == "tokens":
-                bucket.left = min(bucket.capacity, bucket.left + unused_tokens)
-
-    def settle(self, bill: Bill, status: int, digest: str | None, used: Used | None) -> None:
-        """Record what a request used, and which revision answered it (None: the base).
-
-        `used` is (prompt, completion) tokens; None: not known, so that its reservation counts. While others
-        are under way it is written with the next one, within `SETTLED_S`. At most the reservation is billed.
-        """
-        asked = bill.asked
-        if used is not None and sum(used) > asked.reserved:
-            prompt = min(used[0], asked.reserved)
-            used = prompt, asked.reserved - prompt
-        if asked.revision != (digest or ""):
-            asked = asked._replace(revision=digest or "")
-        self._fair.leave(bill.tag)
-        self._leave(bill.subjects, bill.buckets, 0 if used is None else asked.reserved - sum(used))
-        self._end(bill.number, asked, status, used)
-        for kind, tokens in zip(("prompt", "completion"), used or (), strict=False):
-            tokens_of(asked.tenant, kind).inc(tokens)
-        if used is None:
-            tokens_of(asked.tenant, "unknown").inc(asked.reserved)
-
     def prewarm(self, key: Key, tenant: Tenant, name: str, is_loading: Callable[[str], bool]) -> None:
         """Count an adapter that is loaded ahead of its requests. Raises as `cold_load`."""
         before = self._prewarming.get(tenant.name, set())
@@ -360,13 +319,14 @@ class Meter:
         self._prewarming[tenant.name].add(name)
 
     @contextmanager
-    def cold_load(self, key: Key, tenant: Tenant, name: str) -> Iterator[None]:
+    def cold_load(self, call: Call, name: str) -> Iterator[None]:
         """Wait for a cold adapter within the tenant's share of the queue of cold loads.
 
         Raises `LimitReached` when as many other adapters are loaded for this tenant as its share allows.
         """
-        self._refuse_share(key, tenant, name)
-        mine = self.loading.setdefault(tenant.name, Tally())
+        assert call.key is not None
+        self._refuse_share(call.key, call.tenant, name)
+        mine = self.loading.setdefault(call.tenant.name, Tally())
         mine[name] += 1
         try:
             yield
@@ -381,16 +341,4 @@ class Meter:
         mine = {*self.loading.get(tenant.name, ()), *self._prewarming.get(tenant.name, ())}
         if name not in mine and len(mine) >= max(1, math.floor(share * self._load_places)):
             limit = f"{share:.0%} of the queue of cold loads"
-            raise self._over(tenant, "load_share", limit, f"tenant:{tenant.name}", 1.0)
-
-    def _bucket(self, subject: str, kind: str, capacity: float, now: float) -> TokenBucket:
-        found = self._buckets.get((subject, kind))
-        if found is None or found.capacity != capacity:
-            found = self._buckets[subject, kind] = TokenBucket(capacity, capacity, now)
-        found.refill(now)
-        return found
-
-    def _over(self, tenant: Tenant, limit: str, what: str, subject: str, retry_s: float) -> LimitReached:
-        REFUSED.labels(tenant.name, limit).inc()
-        of = f" of the {subject.partition(':')[0]}" if subject else ""
-        return LimitReached(f"The limit{of}, {what}, is reached. Try again later.", min(retry_s, 60.0))
+            raise over(tenant, "load_share", limit, f"tenant:{tenant.name}", 1.0)

@@ -97,7 +97,7 @@ class Prewarmer:
             policy, digest = self._pending[0]
             try:
                 # Not a use: prewarming must not make an adapter more popular.
-                revision = await router.ask(partial(router.revision, policy, digest))
+                revision = await router.ask(router.revision, policy, digest)
                 self._residency.prewarm(revision, is_use=False)
                 self._asked.add(served_name(policy, digest))
             except Busy:
@@ -134,7 +134,7 @@ class Prewarmer:
             if policies is None or resident.revision.policy in policies
         }
         router = self._router
-        damaged = await router.ask(partial(router.in_quarantine, rows.values()))
+        damaged = await router.ask(router.in_quarantine, rows.values())
         in_use = set()
         for name, row in rows.items():
             if name not in self._residency.residents:

@@ -46,6 +46,8 @@ class Endpoint:
     is_prefix: bool = field(default=False)
 
 
+# What is not served.
+NOWHERE = Endpoint("", frozenset(), ())
 GET, POST = frozenset({"GET"}), frozenset({"POST"})
 ROUTES = (
     # Without a key: health checks, and the marker by which our commands recognise the engine.

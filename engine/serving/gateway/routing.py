@@ -1,30 +1,27 @@
-"""Routing: which revision answers a request, from cached rows of the catalog.
+"""Routing: which revision answers a request, from kept rows of the catalog.
 
-Rows are read on demand and cached until a change to them is noticed, so start-up and changes cost the same
-with a million policies as with one.
+Rows are read on demand and kept until a change to them is noticed, so start-up and changes cost the same with
+a million policies as with one. The split of a policy's units between champion and canary hashes policy, unit
+and salt: any number of gateways agree without coordination.
 """
 
+import hashlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import replace
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from engine.catalog.catalog import Catalog, Key, Revision, Route, Tenant
-from engine.catalog.keys import hash_key
-from engine.errors import AdapterError, Conflict, Forbidden, Gone, GraftworkError, NotFound, ServiceError
-from engine.serving.gateway.arms import CANARY, FALLBACK, Target, in_canary
-from engine.serving.gateway.catalog_watch import CatalogWatch
-from engine.serving.gateway.row_cache import LEAST_ROWS, RowCache
+from engine.catalog.records import hash_key
+from engine.errors import AdapterError, Forbidden, Gone, GraftworkError, NotFound, ServiceError
+from engine.serving.gateway.catalog_rows import LEAST_ROWS, CatalogRows
 from engine.serving.gateway.suggesting import SHOWN, Suggester
 from engine.settings.params import DIGEST12, POLICY_NAME, served_name, split_served_name
 
 # A gateway that could not read the catalog for this long drops every canary.
 STALE_S = 0.8
-# Names and keys that are known not to exist, so that asking again reads nothing.
-ABSENT_ROWS = 4096
 # A tenant's hash is wanted at each of its requests, and a user's again at its next one.
 KEPT_HASHES = 4096
 # How long a key is trusted while the catalog cannot be read.
@@ -33,7 +30,37 @@ KEY_MAX_AGE_S = 60.0
 WARM_STEPS = frozenset({"approval", "canary"})
 # Purposes that may reach a pinned revision despite a tombstone: scoring it is not serving it.
 JUDGING = frozenset({"score", "probe"})
+CANARY, FALLBACK = "canary", "fallback"
 log = logging.getLogger("graftwork.routing")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The revision that answers: `digest` None means the base.
+
+    `arm` is `champion`, `canary`, `base`, `pinned`, or `fallback`: champion or base in the place of a canary,
+    which counts for neither arm of its release. `plain_units`: the ledger has this policy's units under
+    hashes of an older version.
+    """
+
+    policy: str | None
+    digest: str | None
+    arm: str
+    route_version: int | None = None
+    plain_units: bool = False
+
+    @property
+    def name(self) -> str | None:
+        """The served name, or None for the base."""
+        return served_name(self.policy, self.digest) if self.policy and self.digest else None
+
+
+def in_canary(route: Route, unit: str) -> bool:
+    """Return whether the canary answers this unit: its hash falls into the share `route.weight`."""
+    if route.canary is None:
+        return False
+    word = hashlib.sha256(f"{route.policy}\0{unit}\0{route.salt}".encode()).digest()[:8]
+    return int.from_bytes(word, "big") < route.weight * 2**64
 
 
 class Router:
@@ -64,62 +91,33 @@ class Router:
         self.keyed_hash()
         # The same of words that do not come again.
         self.hash_once = catalog.keyed_hash
-        self._said = ""
-        self.clock = clock
-        self._watch = CatalogWatch(catalog, lambda: self.clock(), self._note)
-        self.ask = self._watch.ask
-        self._cached_rows = cached_rows
-        self._rows = RowCache(cached_rows)
-        self._absent = RowCache(ABSENT_ROWS)
-        self._suggester = Suggester(catalog, base_name, self._watch.in_thread)
-        # Policies with changes not taken yet; None: any policy may have changed.
-        self._changed: set[str] | None = set()
-        self._changing = threading.Lock()
-        # What was under release at the watch's look of this number.
+        self.rows = CatalogRows(catalog, cached_rows, clock)
+        self.ask, self.take_changed = self.rows.ask, self.rows.take_changed
+        self._suggester = Suggester(catalog, base_name, self.rows.in_thread)
+        # What was under release at the look of this number.
         self._released: tuple[int | None, frozenset[tuple[str, str]]] = None, frozenset()
 
     def key(self, plaintext: str) -> Key | None:
-        """Return the key in force with this plaintext, or None.
-
-        Raises `ServiceError` when the catalog has been unreadable for so long that it may be revoked by now.
-        """
+        """Return the key in force with this plaintext, or None."""
         row = "key", hash_key(plaintext)
-        if row in self._rows or row in self._absent:
-            self._look()
-            key: Key | None = self._find(None, row, lambda: self._catalog.keys.find_hash(row[1]))
+        if row in self.rows:
+            self.rows.look()
+            key: Key | None = self.rows.find(None, row, lambda: self._catalog.keys.find_hash(row[1]))
         else:
-            key = self._meet(row)
-        if key is None or not key.is_in_force(self._catalog.keys.now()):
+            # Such keys may be many, and most are bad ones.
+            key = self.rows.meet(row, lambda: self._catalog.keys.find_hash(row[1]))
+        if key is None or (key.expires_at is not None and not key.is_in_force(self._catalog.keys.now())):
             return None
-        if self._unread_s(row) > self._key_max_age_s:
+        if self.rows.unread_s(row) > self._key_max_age_s:
             raise ServiceError(
                 f"The catalog has been unreadable for {self._key_max_age_s:g} s, and the key may have been "
                 "revoked since. Try again."
             )
         return key
 
-    def _meet(self, row: tuple[str, str]) -> Key | None:
-        """Return a key that is not kept: it cannot be old, so the catalog is asked for it alone.
-
-        Such keys may be many, and most are bad ones.
-        """
-        self._watch.refuse_on_loop()
-        seen = self._watch.seen
-        try:
-            key = self._catalog.keys.find_hash(row[1])
-        except ServiceError as error:
-            raise self._unreadable(error) from None
-        if key is None:
-            self._absent.put(row, seen, None)
-            return None
-        # Before the look, which may find that the key has changed since.
-        self._rows.put(row, seen, key)
-        self._look()
-        return key
-
     def tenant(self, name: str) -> Tenant:
         """Return a tenant's limits and weight, as of the look for its key."""
-        tenant: Tenant = self._read(None, ("tenant", name), lambda: self._catalog.keys.tenant(name))
+        tenant: Tenant = self.rows.read(None, ("tenant", name), lambda: self._catalog.keys.tenant(name))
         return tenant
 
     def resolve(self, model: str, unit: str, purpose: str = "user", key: Key | None = None) -> Target:
@@ -130,7 +128,7 @@ class Router:
         `Gone` for a pinned revision that is retired or has a tombstone, and `ServiceError` when the catalog
         has been unreadable for so long that the pinned revision may have a tombstone by now.
         """
-        self._look()
+        self.rows.look()
         return self._resolve(model, unit, purpose, key)
 
     def _resolve(self, model: str, unit: str, purpose: str, key: Key | None) -> Target:
@@ -162,7 +160,7 @@ class Router:
             reason = self._reason(pinned)
             if reason is not None:
                 raise Gone(f"{model} {reason}")
-            if self._unread_s(_tombstone_key(policy, pinned.digest)) > STALE_S:
+            if self.rows.unread_s(_tombstone_key(policy, pinned.digest)) > STALE_S:
                 raise ServiceError(
                     f"The catalog has been unreadable for {STALE_S:g} s, and {model} may have been rolled "
                     f"back since. Try again, or use the policy's name {policy!r}."
@@ -187,23 +185,23 @@ class Router:
         """
         began = time.time()
         try:
-            target, read_at = await self.ask(partial(self._admitted, model, unit, purpose, key))
+            target, read_at = await self.ask(self._admitted, model, unit, purpose, key)
         except NotFound as missing:
             if missing.nearest:
                 raise
             mine = tuple(key.policies) if key is not None else ()
             try:
-                told = await self._suggester.unknown(model, self._watch.seen, mine)
+                told = await self._suggester.unknown(model, self.rows.seen, mine)
             except ServiceError as error:
-                raise self._unreadable(error) from None
+                raise self.rows.unreadable(error) from None
             raise told from None
         # Requests may share a look: a server is asked five times a second.
-        return target, min(began, time.time() - (self.clock() - read_at))
+        return target, min(began, time.time() - (self.rows.clock() - read_at))
 
     def _admitted(self, model: str, unit: str, purpose: str, key: Key | None) -> tuple[Target, float]:
         """Return what `resolve` does, and when the look behind it began (the router's clock)."""
-        self._look()
-        read_at = self._watch.read_at
+        self.rows.look()
+        read_at = self.rows.read_at
         return self._resolve(model, unit, purpose, key), read_at
 
     def revision(self, policy: str, digest: str, may_be_old: bool = True) -> Revision:
@@ -213,28 +211,21 @@ class Router:
         wrong answers. Raises `ServiceError` when the row has changed and cannot be read, unless it
         `may_be_old`.
         """
-        self._look()
+        self.rows.look()
         found = self._revision(policy, digest)
-        if not may_be_old and self._rows.unread_since(("revision", policy, digest)) is not None:
+        if not may_be_old and self.rows.is_unread(("revision", policy, digest)):
             raise ServiceError(f"The catalog row of {served_name(policy, digest)} is unreadable. Try again.")
         return found
 
     def in_quarantine(self, revisions: Iterable[Revision]) -> set[tuple[str, str]]:
         """Return (policy, digest) of those revisions that are in quarantine: their bytes are damaged."""
-        self._watch.refuse_on_loop()
+        self.rows.refuse_on_loop()
         return self._catalog.quarantine.among([revision.digest for revision in revisions])
 
     def policies(self, limit: int, patterns: Sequence[str] = ()) -> list[str]:
         """Return the first `limit` names of policies that `patterns` (none: all) cover, in order."""
-        self._watch.refuse_on_loop()
+        self.rows.refuse_on_loop()
         return self._catalog.routes.first_policies(limit, patterns)
-
-    def take_changed(self) -> set[str] | None:
-        """Return the policies that changed since the last call; None: any policy may have changed."""
-        self._look()
-        with self._changing:
-            changed, self._changed = self._changed, set()
-        return changed
 
     def under_release(self) -> frozenset[tuple[str, str]]:
         """Return (policy, digest) that must stay resident: canary, champion and baseline of each release.
@@ -245,8 +236,8 @@ class Router:
         not with the routes. While the catalog is unreadable it returns the last known set.
         """
         try:
-            self._look()
-            if self._released[0] != (seen := self._watch.seen):
+            self.rows.look()
+            if self._released[0] != (seen := self.rows.seen):
                 self._released = seen, self._read_released()
         except GraftworkError as error:
             log.warning("Cannot read the running releases; using the last known ones: %s", error)
@@ -258,13 +249,13 @@ class Router:
         return self._released[1]
 
     def _read_released(self) -> frozenset[tuple[str, str]]:
-        self._watch.refuse_on_loop()
+        self.rows.refuse_on_loop()
         found = set()
         for release in self._catalog.releases.all(open_only=True):
             route = self._route(release.policy)
             if route is None:
                 continue
-            if self._rows.unread_since(("route", release.policy)) is not None:
+            if self.rows.is_unread(("route", release.policy)):
                 raise ServiceError(f"The route of {release.policy!r} is unreadable.")
             # Before its approval only probe and scorer use a candidate, and they can wait.
             candidate = release.revision if release.step in WARM_STEPS else None
@@ -282,107 +273,24 @@ class Router:
             pass
         return True
 
-    def _look(self) -> None:
-        """Check for changes in the catalog. Takes microseconds, so every request does it."""
-        try:
-            self._watch.look()
-        except ServiceError as error:
-            raise self._unreadable(error) from None
-        if not self._watch.fails:
-            self._said = ""
-
-    def _unreadable(self, error: ServiceError) -> ServiceError:
-        """Return what a client hears; the cause, which names the database's place, is logged once."""
-        if str(error) != self._said:
-            log.error("%s", error)
-        self._said = str(error)
-        return ServiceError("The catalog cannot be read. Try again.")
-
-    def _note(self, seen: int, names: set[str | None] | None) -> None:
-        """Take what the watch's look number `seen` found; None: any policy may have changed."""
-        self._rows.note(seen, names)
-        self._absent.note(seen, names)
-        with self._changing:
-            if names is None or self._changed is None or len(self._changed) >= self._cached_rows:
-                self._changed = None
-            else:
-                self._changed |= {name for name in names if name is not None}
-
-    def _read(self, whose: str | None, key: Hashable, read: Callable[[], Any]) -> Any:
-        """Return the cached row, or a new read if it has changed; the old row while it is unreadable."""
-        kept = self._rows.get(key)
-        if kept is not None and self._rows.is_fresh(whose, kept[0]):
-            return kept[1]
-        if not self._watch.may_read and kept is not None and self._is_old_news(key):
-            return kept[1]
-        self._watch.refuse_on_loop()
-        # As of before the read: what changes meanwhile is read again.
-        seen = self._watch.seen
-        try:
-            value = read()
-        except (NotFound, Conflict):
-            # The catalog answered: no row has this name, or several do.
-            self._rows.drop(key)
-            raise
-        except ServiceError as error:
-            if kept is None:
-                raise self._unreadable(error) from None
-            self._rows.fail(key, kept, self.clock())
-            return kept[1]
-        self._rows.put(key, seen, value)
-        return value
-
-    def _is_old_news(self, key: Hashable) -> bool:
-        """Return whether a row that has changed could not be read again, and still cannot be."""
-        return self._watch.fails and self._rows.unread_since(key) is not None
-
-    def _find(self, whose: str | None, key: Hashable, read: Callable[[], Any]) -> Any:
-        """Return a row as `_read` does, or None: that there is none is kept as well, apart from the rows.
-
-        Only for rows whose creation is a change that gateways are told of.
-        """
-
-        def read_there() -> Any:
-            found = read()
-            if found is None:
-                raise NotFound("The catalog has no such row.")
-            return found
-
-        seen, absent = self._watch.seen, self._absent.get(key)
-        if absent is not None and self._absent.is_fresh(whose, absent[0]):
-            return None
-        try:
-            return self._read(whose, key, read_there)
-        except NotFound:
-            # A client can invent any number of names, so these must not push out rows.
-            self._absent.put(key, seen, None)
-            return None
-
     @property
     def seen(self) -> int:
         """Return a number that grows when changes of the catalog were noted."""
-        return self._watch.seen
+        return self.rows.seen
 
     @property
     def unread_s(self) -> float:
         """Return for how long the catalog has been unreadable (seconds), as of the newest look."""
-        return self._unread_s()
+        return self.rows.unread_s()
 
     def is_stale(self) -> bool:
         """Return whether the catalog has been unreadable for `STALE_S`, so that no canary is served."""
-        self._look()
-        return self._unread_s() > STALE_S
-
-    def _unread_s(self, *keys: Hashable) -> float:
-        """Return for how long the catalog, or a changed row among `keys`, has been unreadable.
-
-        Counts until the newest look, not until now: a process that gets no CPU in between has read it.
-        """
-        since = [at for key in keys if (at := self._rows.unread_since(key)) is not None]
-        return self._watch.looked_at - min([self._watch.read_at, *since])
+        self.rows.look()
+        return self.unread_s > STALE_S
 
     def _route(self, policy: str) -> Route | None:
-        route: Route | None = self._find(policy, ("route", policy), lambda: self._catalog.routes.get(policy))
+        key = "route", policy
+        route: Route | None = self.rows.find(policy, key, lambda: self._catalog.routes.get(policy))
         return route
 
     def _revision(self, policy: str, digest: str) -> Revision:
@@ -394,17 +302,17 @@ class Router:
 
         if len(digest) < DIGEST12:
             # Not cached: a new revision may make a short prefix ambiguous.
-            self._watch.refuse_on_loop()
+            self.rows.refuse_on_loop()
             try:
                 found = read()
             except ServiceError as error:
-                raise self._unreadable(error) from None
+                raise self.rows.unreadable(error) from None
         else:
-            found = self._read(policy, ("revision", policy, digest), read)
+            found = self.rows.read(policy, ("revision", policy, digest), read)
             if len(digest) < len(found.digest):
                 # The gateway looks up the whole digest next.
                 whole = ("revision", policy, found.digest)
-                self._read(policy, whole, lambda: found)
+                self.rows.read(policy, whole, lambda: found)
         if found.base != self._base_digest:
             raise AdapterError(
                 f"{served_name(policy, found.digest)} belongs to base {found.base[:12]}, but this engine "
@@ -418,7 +326,7 @@ class Router:
 
     def _tombstone(self, policy: str, digest: str) -> Any:
         key = _tombstone_key(policy, digest)
-        return self._read(policy, key, lambda: self._catalog.tombstones.find(policy, digest))
+        return self.rows.read(policy, key, lambda: self._catalog.tombstones.find(policy, digest))
 
     def _reason(self, revision: Revision) -> str | None:
         """Return why a revision is not served (rolled back or retired), or None if it is."""
@@ -431,7 +339,7 @@ class Router:
         return None
 
     def _purged(self, model: str, policy: str) -> Gone | None:
-        purged = self._find(policy, ("purged", policy), lambda: self._catalog.purges.find(policy))
+        purged = self.rows.find(policy, ("purged", policy), lambda: self._catalog.purges.find(policy))
         if purged is None:
             return None
         return Gone(f"{model[:SHOWN]} was purged by {purged['by']}; its adapters are permanently deleted.")
@@ -444,7 +352,7 @@ class Router:
         for arm, digest in [*arms, ("champion", route.champion)]:
             if digest and not self._has_tombstone(route.policy, digest):
                 read = ("route", route.policy), _tombstone_key(route.policy, digest)
-                if arm == CANARY and self._unread_s(*read) > STALE_S:
+                if arm == CANARY and self.rows.unread_s(*read) > STALE_S:
                     continue
                 return Target(route.policy, digest, arm, route.version, route.plain_units)
         return Target(route.policy, None, "base", route.version, route.plain_units)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from engine.catalog.catalog import Catalog
 from engine.catalog.records import covers
 from engine.errors import NotFound
-from engine.serving.gateway.row_cache import RowCache
+from engine.serving.gateway.catalog_rows import RowCache
 from engine.settings.params import POLICY_NAME, split_served_name
 
 # How many characters of an unknown name an error repeats.

@@ -1,13 +1,15 @@
 """What an answer tells of its end, its usage and its errors: one table for every API, whole and streamed."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engine.catalog.catalog import Key
 from engine.serving.gateway.answers import AnswerReader, wants_json
-from engine.serving.gateway.arms import Target
-from engine.serving.gateway.exchange import Exchange
+from engine.serving.gateway.call import Call
+from engine.serving.gateway.route_table import EXACT as ENDPOINTS
+from engine.serving.gateway.routing import Target
 from tests.helpers.api_answers import APIS, CHAT, COMPLETIONS, MESSAGES, RESPONSES, Said, event, pieces, whole
 
 OF_CHOICES = (COMPLETIONS, CHAT)
@@ -42,7 +44,7 @@ def told(
 )
 def test_how_an_answer_ended(path: str, is_stream: bool, said: Said, is_json: bool, outcome: str) -> None:
     answer = told(path, is_stream, [said], is_json)
-    assert (answer.outcome, answer.used, answer.status) == (outcome, (3, 2), None)
+    assert (answer.outcome, answer.used, answer.fault) == (outcome, (3, 2), None)
 
 
 @STREAMED
@@ -115,7 +117,7 @@ def test_tokens_of_a_cached_prompt_are_billed() -> None:
 def test_an_error_behind_a_200(path: str, piece: bytes, status: int) -> None:
     answer = AnswerReader(path, is_stream=True)
     answer.read(piece)
-    assert (answer.status, answer.outcome) == (status, None)
+    assert (answer.fault, answer.outcome) == (status, None)
 
 
 @STREAMED
@@ -185,23 +187,29 @@ def test_who_asks_for_json(asked: Any, is_json: bool) -> None:
     assert wants_json(asked) == is_json
 
 
-def exchange(is_stream: bool = False) -> Exchange:
-    key = Key("hash", "me", "user", 0.0)
-    return Exchange("id", key, Target("sums", None, "base"), "u", None, "user", 0.0, 0.0, is_stream)
+def call_with(answer: AnswerReader) -> Call:
+    """Return a call of which only the answer matters."""
+    endpoint = ENDPOINTS[COMPLETIONS]
+    found = Call(SimpleNamespace(name="here"), {}, None, None, endpoint, "id")  # type: ignore[arg-type]
+    found.key, found.unit, found.segment, found.purpose = Key("hash", "me", 0.0), None, None, "user"
+    found.target, found.admitted_at, found.started = Target("sums", None, "base"), 0.0, 0.0
+    found.answer = answer
+    return found
 
 
 def test_a_stream_is_timed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, moments = exchange(is_stream=True), iter((1.0, 1.5, 2.5, 3.0))
-    monkeypatch.setattr("engine.serving.gateway.exchange.time.perf_counter", lambda: next(moments))
-    for piece in (b"data: a", b"", b"data: b", b"data: c"):
-        seen.take(piece)
-    row = seen.observation("here")
+    moments = iter((1.0, 1.5, 2.5))
+    monkeypatch.setattr("engine.serving.gateway.answers.perf_counter", lambda: next(moments))
+    answer = AnswerReader(COMPLETIONS, is_stream=True)
+    for _ in range(3):
+        answer.time()
+    row = call_with(answer).observation()
     assert (row["ttft_s"], row["token_s"], row["pieces"]) == (1.0, 0.75, 3)
 
 
 def test_a_whole_answer_has_no_time_of_a_piece() -> None:
-    seen = exchange()
-    seen.take(b"{}")
-    row = seen.observation("here")
+    answer = AnswerReader(COMPLETIONS)
+    answer.time()
+    row = call_with(answer).observation()
     assert row["ttft_s"] is not None
     assert (row["token_s"], row["pieces"]) == (None, None)

@@ -29,8 +29,8 @@ class FakeRouter:
     def last_released(self):
         return self.released
 
-    async def ask(self, call):
-        return call()
+    async def ask(self, call, *args):
+        return call(*args)
 
     def take_changed(self):
         changed, self.changed = self.changed, set()

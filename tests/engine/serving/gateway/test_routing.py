@@ -11,9 +11,8 @@ import pytest
 from engine.catalog.catalog import Base, Catalog, Policy, Release, Revision, Route, migrate
 from engine.catalog.records import Tombstone
 from engine.errors import AdapterError, Ambiguous, NotFound, ServiceError
-from engine.serving.gateway.arms import in_canary
-from engine.serving.gateway.routing import STALE_S, Gone, Router
-from engine.serving.gateway.row_cache import RowCache, rows_to_cache
+from engine.serving.gateway.catalog_rows import RowCache, rows_to_cache
+from engine.serving.gateway.routing import STALE_S, Gone, Router, in_canary
 from engine.serving.gateway.suggesting import AT_ONCE
 from engine.settings.releases import ReleaseConfig
 
@@ -472,7 +471,7 @@ def test_an_answer_that_the_catalog_kept_is_as_old_as_its_reading(catalog, monke
 
 
 def test_what_nobody_has_pushes_no_row_out(catalog, monkeypatch):
-    monkeypatch.setattr("engine.serving.gateway.routing.ABSENT_ROWS", 8)
+    monkeypatch.setattr("engine.serving.gateway.catalog_rows.ABSENT_ROWS", 8)
     router = Router(catalog, "tiny", "base", cached_rows=4)
     assert router.resolve("sums", "ann").arm == "base"
     for number in range(20):

@@ -19,7 +19,7 @@ import uvicorn
 
 from engine.catalog.catalog import migrate
 from engine.errors import NotFound
-from engine.serving.gateway import catalog_watch
+from engine.serving.gateway import catalog_rows
 from engine.serving.gateway.prewarming import Prewarmer
 from engine.settings.params import Params
 from tests.helpers.gateways import CHAMPION, OTHER, World, open_world
@@ -232,7 +232,7 @@ async def test_a_row_that_changes_while_it_is_read_is_read_again(world: World) -
         found = get(policy)
         if not changed:
             changed.append(catalog.routes.update(replace(found, champion=OTHER), found.version))
-            time.sleep(2 * catalog_watch.POLL_S)
+            time.sleep(2 * catalog_rows.POLL_S)
             router.take_changed()
         return found
 
@@ -254,7 +254,7 @@ async def test_a_canary_that_is_rolled_back_while_its_row_is_read_answers_nobody
         if digest == OTHER and not told:
             told.append(digest)
             catalog.tombstones.add("acme-sums", OTHER, "It was bad.", "controller")
-            time.sleep(2 * catalog_watch.POLL_S)
+            time.sleep(2 * catalog_rows.POLL_S)
             router.take_changed()
         return found
 
@@ -271,7 +271,7 @@ async def test_a_canary_that_is_rolled_back_while_its_row_is_read_answers_nobody
                 await asyncio.sleep(0.01)
         # Its rows are read again.
         change(weight=0.99)
-        await asyncio.sleep(2 * catalog_watch.POLL_S)
+        await asyncio.sleep(2 * catalog_rows.POLL_S)
         catalog.revisions.match = slow  # type: ignore[method-assign]
         assert await revision() == f"acme-sums@{CHAMPION[:12]}"
     assert told == [OTHER]

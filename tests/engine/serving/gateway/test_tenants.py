@@ -448,7 +448,7 @@ async def test_a_key_expires_and_is_rotated_with_an_overlap(world: World, monkey
 async def test_a_key_is_not_trusted_while_the_catalog_is_silent(world: World, monkeypatch):
     key, router, now = world.key(), world.state.router, [100.0]
     assert router.key(key)
-    monkeypatch.setattr(router, "clock", lambda: now[0])
+    monkeypatch.setattr(router.rows, "clock", lambda: now[0])
     router.key(key)
 
     def silent() -> int:

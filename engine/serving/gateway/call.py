@@ -1,0 +1,226 @@
+"""A call: one request from its admission to its end, and the observation that is spooled of it."""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from prometheus_client import Counter
+
+from engine.catalog.catalog import Key, Tenant
+from engine.ledger.spool import Spool
+from engine.serving.gateway.answers import AnswerReader, Used
+from engine.serving.gateway.asgi import Header, Receive, Send
+from engine.serving.gateway.constraints import Constraint
+from engine.serving.gateway.grammar_trial import GrammarTrial
+from engine.serving.gateway.request_fields import Size
+from engine.serving.gateway.request_ids import RecentIds
+from engine.serving.gateway.route_table import Endpoint
+from engine.serving.gateway.routing import CANARY, FALLBACK, Router, Target
+from engine.serving.residency.residency import Residency
+from engine.settings.services import GatewayConfig
+
+UNOBSERVED = Counter("graftwork_observations_lost", "Requests whose observation could not be spooled.")
+FALLBACKS = Counter("graftwork_canary_fallbacks", "Requests that were answered in a canary's place.")
+log = logging.getLogger("graftwork.gateway")
+
+
+def uncounted(_request_id: str) -> None:
+    """Say that what a request has used is not known."""
+    return
+
+
+class Metering(Protocol):
+    """What limits calls and records their usage; `meter.Meter`, or `Unmetered`."""
+
+    def refuse_spent(self, call: "Call") -> None:
+        """Raise `LimitReached` where no request of this minute is left, before anything is read of it."""
+
+    def refused(self, call: "Call") -> None:
+        """Count a request that was refused for what it asks."""
+
+    def counted(self, call: "Call", text_bytes: int) -> AbstractContextManager[None]:
+        """Count a call that generates nothing, of a text of so many bytes."""
+
+    async def open(self, call: "Call") -> None:
+        """Admit a call within all limits, and reserve what it may take; the reservation bounds its answer."""
+
+    def headers(self, call: "Call") -> list[Header]:
+        """Return the headers of an answer that say what is left."""
+
+    def settle(self, call: "Call") -> None:
+        """Record what a call used, and which revision answered it."""
+
+    def cold_load(self, call: "Call", name: str) -> AbstractContextManager[None]:
+        """Wait for a cold adapter within the tenant's share of the queue."""
+
+    def prewarm(self, key: Key, tenant: Tenant, name: str, is_loading: Callable[[str], bool]) -> None:
+        """Count an adapter that is loaded ahead of its requests, within the same share."""
+
+
+class Unmetered:
+    """No limits, and no record of what is used."""
+
+    def refuse_spent(self, call: "Call") -> None:
+        """Refuse nothing."""
+
+    def refused(self, call: "Call") -> None:
+        """Count nothing."""
+
+    def counted(self, call: "Call", text_bytes: int) -> AbstractContextManager[None]:
+        """Count nothing."""
+        return nullcontext()
+
+    async def open(self, call: "Call") -> None:
+        """Admit every call."""
+
+    def headers(self, call: "Call") -> list[Header]:
+        """Return none."""
+        return []
+
+    def settle(self, call: "Call") -> None:
+        """Record nothing."""
+
+    def cold_load(self, call: "Call", name: str) -> AbstractContextManager[None]:
+        """Wait as long as it takes."""
+        return nullcontext()
+
+    def prewarm(self, key: Key, tenant: Tenant, name: str, is_loading: Callable[[str], bool]) -> None:
+        """Count nothing."""
+
+
+@dataclass
+class GatewayState:
+    """What the stages need of the server; set once the engine is up.
+
+    `context` is the base's, in tokens. `counted` returns the tokens that the engine has spent on a request so
+    far, by its id; `rated` are responses whose reward is known.
+    """
+
+    router: Router
+    residency: Residency
+    spool: Spool
+    name: str
+    context: int
+    grammars: GrammarTrial
+    settings: GatewayConfig = field(default_factory=GatewayConfig)
+    meter: Metering = field(default_factory=Unmetered)
+    counted: Callable[[str], Used | None] = uncounted
+    rated: RecentIds = field(default_factory=RecentIds)
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A request on its way through the gateway; each stage fills in what the next ones read.
+
+    `id` has 32 hex digits, which the answer's id has behind the prefix of its API. `parent` is the call of a
+    canary that failed, in whose place this one answers; `name` is the adapter that vLLM computes with, None
+    for the base.
+    """
+
+    state: GatewayState
+    scope: Any
+    receive: Receive
+    send: Send
+    endpoint: Endpoint
+    id: str
+    # Admitted: who asks, and the headers that the gateway reads.
+    key: Key | None = None
+    tenant: Tenant = field(init=False)
+    headers: dict[str, str] = field(init=False)
+    # Read, at that time (`time.perf_counter`): for what, on whose behalf, and the body as it goes on.
+    started: float = field(init=False)
+    purpose: str = field(init=False)
+    segment: str | None = field(init=False)
+    unit: str | None = field(init=False)
+    model: str = field(init=False)
+    body: dict[str, Any] = field(init=False)
+    raw: bytes = field(init=False)
+    body_bytes: int = field(init=False)
+    size: Size = field(init=False)
+    constraints: list[Constraint] = field(init=False)
+    wants_usage: bool = True
+    answer: AnswerReader = field(init=False)
+    # Routed: who answers, as of a look at the routes that began then (epoch seconds).
+    target: Target = field(init=False)
+    admitted_at: float = field(init=False)
+    # Metered: what the meter knows of it; vLLM's priority, of which the lowest is computed first.
+    bill: Any = None
+    priority: int = 0
+    # Held and forwarded.
+    name: str | None = None
+    has_failed: bool = False
+    parent: "Call | None" = None
+
+    @property
+    def answer_id(self) -> str:
+        """The id by which its client knows the answer."""
+        return self.endpoint.id_prefix + self.id
+
+    @property
+    def is_canary(self) -> bool:
+        """Whether a canary answers."""
+        return self.target.arm == CANARY
+
+    def in_its_place(self, target: Target) -> "Call":
+        """Return the call of another target in place of this canary's, which has failed."""
+        other = copy(self)
+        other.parent, other.target, other.answer = self, target, self.answer.again()
+        other.name, other.has_failed = None, False
+        return other
+
+    def observation(self) -> dict[str, Any]:
+        """Return the row for the ledger's table `observations`."""
+        answer, target, key = self.answer, self.target, self.key
+        assert key is not None
+        prompt, completion = answer.used if answer.used and any(answer.used) else (None, None)
+        first_s = answer.first_at and answer.first_at - self.started
+        between_s = answer.last_at - answer.first_at if answer.first_at else 0.0
+        return {
+            # Not the answer's where another gives it, so that a rating of it does not count for the canary.
+            "id": f"{self.answer_id}-canary" if self.has_failed else self.answer_id,
+            "at": self.admitted_at,
+            "policy": target.policy,
+            "digest": target.digest,
+            "arm": target.arm,
+            "unit": hash_unit(self, self.unit) if self.unit else None,
+            "segment": self.segment,
+            "key": key.id,
+            "status": answer.final_status,
+            "latency_s": time.perf_counter() - self.started,
+            "ttft_s": first_s,
+            "token_s": between_s / (answer.pieces - 1) if answer.pieces > 1 else None,
+            "outcome": answer.outcome,
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "pieces": answer.pieces if answer.is_stream and answer.pieces else None,
+            "route_version": target.route_version,
+            "gateway": self.state.name,
+            "purpose": self.purpose,
+        }
+
+
+def observe(call: Call) -> None:
+    """Spool the observation. A full disk is counted and logged, and never changes the answer."""
+    if call.target.arm == FALLBACK:
+        FALLBACKS.inc()
+    try:
+        call.state.spool.emit("observations", **call.observation())
+    except OSError as error:
+        UNOBSERVED.inc()
+        log.warning("The observation of %s could not be spooled: %s", call.id, error)
+
+
+def hash_unit(call: Call, unit: str) -> str:
+    """Return a hash of a tenant's unit (24 hex digits), which only this installation can compute.
+
+    The ledger never stores the unit itself. A release that began under an older version keeps its hashes.
+    """
+    assert call.key is not None
+    if call.target.plain_units:
+        return hashlib.sha256(f"{call.target.policy}\0{unit}".encode()).hexdigest()[:24]
+    return call.state.router.keyed_hash("unit", call.key.owner, call.target.policy or "", unit)

@@ -1,0 +1,334 @@
+"""What a gateway knows of the catalog: rows that are kept until a change to them is noticed.
+
+SQLite answers in microseconds, so a gateway looks for changes at each request. A server is looked at by a
+thread, five times a second while there are requests; on the event loop only what is kept is used, and what
+has to be read is read by threads. A server that says nothing then delays those requests alone that need
+something new of it.
+"""
+
+import asyncio
+import contextvars
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from engine.catalog.catalog import Catalog
+from engine.catalog.changes import POLL_S
+from engine.catalog.waits import ANSWER_S, limit_waits
+from engine.errors import Conflict, NotFound, ServiceError
+
+# How long a request waits for the look that is due.
+LOOK_S = 0.5
+# Threads that read rows; together with the one that looks fewer than the catalog has connections.
+THREADS = 8
+# Names and keys that are known not to exist, so that asking again reads nothing.
+ABSENT_ROWS = 4096
+# Least rows to cache, about 2 kB each. Each adapter of the host tier needs three (route, revision,
+# tombstone); the other three are for adapters that have left it.
+LEAST_ROWS = 8192
+ROWS_PER_ADAPTER = 6
+T = TypeVar("T")
+log = logging.getLogger("graftwork.routing")
+
+
+def rows_to_cache(host_adapters: int) -> int:
+    """Return how many rows a router caches for a host tier of `host_adapters`."""
+    return max(LEAST_ROWS, ROWS_PER_ADAPTER * host_adapters)
+
+
+class RowCache:
+    """Catalog rows, each with the number of the newest look at the catalog before it was read. LRU eviction.
+
+    Thread-safe.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._rows: OrderedDict[Hashable, tuple[int, Any]] = OrderedDict()
+        # Since when a changed row could not be read again.
+        self._unread: dict[Hashable, float] = {}
+        # The newest look that found a change of each policy (None: keys), and a lower bound for those that
+        # are dropped from here.
+        self._changed: OrderedDict[str | None, int] = OrderedDict()
+        self._all_changed = 0
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._rows
+
+    def get(self, key: Hashable) -> tuple[int, Any] | None:
+        """Return (look when read, row), or None when the row is not cached."""
+        with self._lock:
+            kept = self._rows.get(key)
+            if kept is not None:
+                self._rows.move_to_end(key)
+            return kept
+
+    def put(self, key: Hashable, seen: int, value: Any) -> None:
+        """Cache a row that was read when `seen` was the newest look."""
+        with self._lock:
+            self._rows[key] = seen, value
+            self._rows.move_to_end(key)
+            self._unread.pop(key, None)
+            if len(self._rows) > self._most:
+                self._drop(next(iter(self._rows)))
+
+    def drop(self, key: Hashable) -> None:
+        """Remove a row, if it is cached."""
+        with self._lock:
+            self._drop(key)
+
+    def _drop(self, key: Hashable) -> None:
+        self._rows.pop(key, None)
+        self._unread.pop(key, None)
+
+    def fail(self, key: Hashable, kept: tuple[int, Any], now: float) -> None:
+        """Record that a cached row, which `get` returned, could not be read again; the first time counts.
+
+        Nothing is recorded where somebody else has read it meanwhile.
+        """
+        with self._lock:
+            if self._rows.get(key) is kept:
+                self._unread.setdefault(key, now)
+
+    def unread_since(self, key: Hashable) -> float | None:
+        """Return since when a changed row has been unreadable (the caller's clock), or None."""
+        return self._unread.get(key)
+
+    def is_fresh(self, whose: str | None, seen: int) -> bool:
+        """Return whether nothing of this policy (None: the keys) has changed since look `seen`."""
+        return seen >= max(self._all_changed, self._changed.get(whose, 0))
+
+    def note(self, look: int, names: set[str | None] | None) -> None:
+        """Mark rows of these policies as stale when they were read before this look; None: drop every row."""
+        with self._lock:
+            if names is None:
+                self._rows.clear()
+                self._unread.clear()
+                self._changed.clear()
+                self._all_changed = look
+                return
+            for name in names:
+                self._changed[name] = look
+                self._changed.move_to_end(name)
+            while len(self._changed) > self._most:
+                self._all_changed = max(self._all_changed, self._changed.popitem(last=False)[1])
+
+
+class Unread(Exception):
+    """Something has to be read, which is not done on the event loop."""
+
+
+class _Here(threading.local):
+    reads = True
+
+
+class CatalogRows:
+    """The rows of one gateway, and its looks at the catalog. Thread-safe; `ask` is for one event loop."""
+
+    def __init__(self, catalog: Catalog, most: int = LEAST_ROWS, clock: Callable[[], float] = time.monotonic):
+        self._changes, self._is_file = catalog.changes, catalog.is_file
+        self.clock = clock
+        self._most = most
+        self._rows, self._absent = RowCache(most), RowCache(ABSENT_ROWS)
+        # Policies with changes not taken yet; None: any policy may have changed.
+        self._changed: set[str] | None = set()
+        self._changing = threading.Lock()
+        self._said = ""
+        # Of the whole catalog, and the number of the newest change that was read.
+        self._version: int | None = None
+        self._newest = 0
+        # How many looks found something. What is read is as new as the number from before it was read.
+        self.seen = 0
+        # Until when it is known whether the catalog can be read, and the newest time that it could be.
+        self.looked_at = self.read_at = clock()
+        # The newest look failed, or has taken too long already.
+        self._fails = False
+        self._looking, self._here = threading.Lock(), _Here()
+        limit = (ANSWER_S,)
+        self._looks = ThreadPoolExecutor(1, "graftwork-look", limit_waits, limit)
+        self._reads = ThreadPoolExecutor(THREADS, "graftwork-read", limit_waits, limit)
+        self._under_way: asyncio.Future[None] | None = None
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Return whether this row is kept, or that there is none."""
+        return key in self._rows or key in self._absent
+
+    async def ask(self, call: Callable[..., T], *args: Any) -> T:
+        """Return what `call` returns, which reads rows; a thread waits for a server in its place."""
+        if self._is_file:
+            return call(*args)
+        await self._look_in_time()
+        self._here.reads = False
+        try:
+            return call(*args)
+        except Unread:
+            pass
+        finally:
+            self._here.reads = True
+        return await self.in_thread(call, *args)
+
+    async def in_thread(self, call: Callable[..., T], *args: Any) -> T:
+        """Return what a call returns that waits for the catalog."""
+        # Its log lines have the request's id.
+        context = contextvars.copy_context()
+        return await asyncio.get_running_loop().run_in_executor(
+            self._reads, partial(context.run, call, *args)
+        )
+
+    def refuse_on_loop(self) -> None:
+        """Raise `Unread` where this thread may not wait for the catalog."""
+        if not self._here.reads:
+            raise Unread
+
+    def look(self) -> None:
+        """Check for changes. Takes microseconds with SQLite, so every request does it.
+
+        Raises `ServiceError` when the catalog could never be read.
+        """
+        if not self._here.reads:
+            if self._version is None:
+                raise Unread
+            return
+        with self._looking:
+            try:
+                version = self._changes.version()
+                if version != self._version:
+                    self._newest, names = self._changes.since(self._newest)
+                    if names is None or names:
+                        self.seen += 1
+                        self._note(names)
+                    self._version = version
+                self.read_at, self._fails, self._said = self.clock() - self._changes.age(), False, ""
+            except ServiceError as error:
+                self._fails = True
+                if self._version is None:
+                    raise self.unreadable(error) from None
+            finally:
+                self.looked_at = self.clock()
+
+    def _note(self, names: set[str | None] | None) -> None:
+        """Take what this look found; None: any policy may have changed."""
+        self._rows.note(self.seen, names)
+        self._absent.note(self.seen, names)
+        with self._changing:
+            if names is None or self._changed is None or len(self._changed) >= self._most:
+                self._changed = None
+            else:
+                self._changed |= {name for name in names if name is not None}
+
+    def take_changed(self) -> set[str] | None:
+        """Return the policies that changed since the last call; None: any policy may have changed."""
+        self.look()
+        with self._changing:
+            changed, self._changed = self._changed, set()
+        return changed
+
+    def read(self, whose: str | None, key: Hashable, read: Callable[[], Any]) -> Any:
+        """Return the kept row of a policy (None: of a key), or a new read if it has changed.
+
+        While it cannot be read, the old row.
+        """
+        kept = self._rows.get(key)
+        if kept is not None and self._rows.is_fresh(whose, kept[0]):
+            return kept[1]
+        if not self._here.reads:
+            # A row that could not be read again, while the catalog still cannot be, is no news.
+            if kept is not None and self._fails and self._rows.unread_since(key) is not None:
+                return kept[1]
+            raise Unread
+        # As of before the read: what changes meanwhile is read again.
+        seen = self.seen
+        try:
+            value = read()
+        except (NotFound, Conflict):
+            # The catalog answered: no row has this name, or several do.
+            self._rows.drop(key)
+            raise
+        except ServiceError as error:
+            if kept is None:
+                raise self.unreadable(error) from None
+            self._rows.fail(key, kept, self.clock())
+            return kept[1]
+        self._rows.put(key, seen, value)
+        return value
+
+    def find(self, whose: str | None, key: Hashable, read: Callable[[], Any]) -> Any:
+        """Return a row as `read` does, or None: that there is none is kept as well, apart from the rows.
+
+        Only for rows whose creation is a change that gateways are told of.
+        """
+
+        def read_there() -> Any:
+            found = read()
+            if found is None:
+                raise NotFound("The catalog has no such row.")
+            return found
+
+        seen, absent = self.seen, self._absent.get(key)
+        if absent is not None and self._absent.is_fresh(whose, absent[0]):
+            return None
+        try:
+            return self.read(whose, key, read_there)
+        except NotFound:
+            # A client can invent any number of names, so these must not push out rows.
+            self._absent.put(key, seen, None)
+            return None
+
+    def meet(self, key: Hashable, read: Callable[[], Any]) -> Any:
+        """Return a row that is not kept, or None: it cannot be old, so the catalog is asked for it alone."""
+        self.refuse_on_loop()
+        seen = self.seen
+        try:
+            found = read()
+        except ServiceError as error:
+            raise self.unreadable(error) from None
+        if found is None:
+            self._absent.put(key, seen, None)
+            return None
+        # Before the look, which may find that the row has changed since.
+        self._rows.put(key, seen, found)
+        self.look()
+        return found
+
+    def is_unread(self, key: Hashable) -> bool:
+        """Return whether this row has changed and could not be read again."""
+        return self._rows.unread_since(key) is not None
+
+    def unread_s(self, *keys: Hashable) -> float:
+        """Return for how long the catalog, or a changed row among `keys`, has been unreadable (seconds).
+
+        Counts until the newest look, not until now: a process that gets no CPU in between has read it.
+        """
+        since = [at for key in keys if (at := self._rows.unread_since(key)) is not None]
+        return self.looked_at - min([self.read_at, *since]) if since else self.looked_at - self.read_at
+
+    def unreadable(self, error: ServiceError) -> ServiceError:
+        """Return what a client hears; the cause, which names the database's place, is logged once."""
+        if str(error) != self._said:
+            log.error("%s", error)
+        self._said = str(error)
+        return ServiceError("The catalog cannot be read. Try again.")
+
+    async def _look_in_time(self) -> None:
+        """Have a thread look when the newest look is too old. Nobody waits for a server that fails."""
+        if self._under_way is None:
+            if self.clock() - self.looked_at < POLL_S:
+                return
+            self._under_way = asyncio.get_running_loop().run_in_executor(self._looks, self.look)
+            self._under_way.add_done_callback(self._looked)
+        if not self._fails:
+            await asyncio.wait([self._under_way], timeout=LOOK_S)
+        if self._under_way is not None:
+            self._fails, self.looked_at = True, self.clock()
+
+    def _looked(self, look: "asyncio.Future[None]") -> None:
+        self._under_way = None
+        # An error was counted, and whoever needs the catalog gets it from its own look.
+        if not look.cancelled():
+            look.exception()
