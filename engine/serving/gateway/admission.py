@@ -40,6 +40,7 @@ async def admit(call: Call) -> None:
     call.headers = headers = {
         name.decode(): value.decode("latin-1") for name, value in call.scope["headers"] if name in READ
     }
+    call.looked_at = time.perf_counter()
     key, call.tenant = await state.router.ask(authenticate, state.router, headers)
     call.key = key
     call.scope["state"]["graftwork_key"] = key

@@ -128,9 +128,10 @@ class Call:
     send: Send
     endpoint: Endpoint
     id: str
-    # Admitted: who asks, and the headers that the gateway reads.
+    # Admitted: who asks, as of a look then (`time.perf_counter`), and the headers that the gateway reads.
     key: Key | None = None
     tenant: Tenant = field(init=False)
+    looked_at: float = field(init=False)
     headers: dict[str, str] = field(init=False)
     # Read, at that time (`time.perf_counter`): for what, on whose behalf, and the body as it goes on.
     started: float = field(init=False)

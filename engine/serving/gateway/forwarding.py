@@ -8,6 +8,7 @@ before its first byte nothing is sent: another call answers in its place.
 from collections.abc import Awaitable
 from contextvars import ContextVar
 from functools import cache
+from time import perf_counter
 
 import orjson
 from prometheus_client import Counter
@@ -87,10 +88,17 @@ async def forward(call: Call, app: App) -> None:
     # The beginning of an error, or of a canary's answer, until its first byte.
     kept: Message | None = None
     fault = bytearray()
+    # What a piece has of which nothing needs to be read, once the answer has begun.
+    plain: bytes | None = None
 
     # A plain function: a coroutine for each piece of a stream costs as much as the rest of it.
     def relay(message: Message) -> Awaitable[None]:
-        nonlocal kept
+        nonlocal kept, plain
+        if plain is not None and plain in message.get("body", b""):
+            # Most pieces of a stream: what is done for each of them costs.
+            answer.last_at = perf_counter()
+            answer.pieces += 1
+            return send(message)
         if message["type"] == "http.response.start":
             answer.status = message["status"]
             if is_canary or answer.status >= ERROR:
@@ -104,15 +112,13 @@ async def forward(call: Call, app: App) -> None:
                 return nothing()
             start, kept = kept, None
             return fail(start)
-        # Most pieces of a stream: what is done for each of them costs.
-        if answer.plain is None or answer.plain not in piece:
-            has_more = bool(message.get("more_body"))
-            told = answer.read(piece, not has_more)
-            if not wants_usage:
-                message["body"] = told
-                if piece and has_more and not told:
-                    return nothing()
-                piece = told
+        has_more = bool(message.get("more_body"))
+        told = answer.read(piece, not has_more)
+        if not wants_usage:
+            message["body"] = told
+            if piece and has_more and not told:
+                return nothing()
+            piece = told
         if call.has_failed or answer.is_unanswered:
             # vLLM ends the answer to a client that has left with 200 and nothing in it.
             return nothing()
@@ -124,6 +130,8 @@ async def forward(call: Call, app: App) -> None:
                 call.has_failed = True
                 return nothing()
             return both(start, message)
+        if answer.pieces:
+            plain = answer.plain
         return send(message)
 
     async def fail(start: Message) -> None:

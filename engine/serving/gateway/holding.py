@@ -5,6 +5,7 @@ are then: it never reaches a revision that was rolled back, retired, purged or q
 waits for a canary: while it is not resident, another answers in its place.
 """
 
+import time
 from contextlib import ExitStack, suppress
 
 from engine.errors import GraftworkError
@@ -14,11 +15,15 @@ from engine.serving.gateway.routing import STALE_S, Router, Target
 from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE
 from engine.settings.params import served_name
 
+# So young is a look that need not be repeated.
+LOOKED_S = 0.001
+
 
 async def route(call: Call) -> None:
-    """Choose the revision that answers, as of now."""
+    """Choose the revision that answers, as of now, or of a look of this very moment."""
+    looks = time.perf_counter() - call.looked_at > LOOKED_S
     call.target, call.admitted_at = await call.state.router.admit(
-        call.model, call.unit or call.id, call.purpose, call.key
+        call.model, call.unit or call.id, call.purpose, call.key, looks
     )
 
 

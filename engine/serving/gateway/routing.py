@@ -176,16 +176,17 @@ class Router:
         return replace(found, arm=FALLBACK)
 
     async def admit(
-        self, model: str, unit: str, purpose: str = "user", key: Key | None = None
+        self, model: str, unit: str, purpose: str = "user", key: Key | None = None, looks: bool = True
     ) -> tuple[Target, float]:
         """Return what `resolve` does, and when the look at the catalog behind it began (epoch seconds).
 
-        A tombstone that was committed before that time is respected. Other work may run meanwhile where the
-        catalog is on a server, and for an unknown name, whose error suggests known ones.
+        A tombstone that was committed before that time is respected; whoever has just looked need not do so
+        again. Other work may run meanwhile where the catalog is on a server, and for an unknown name, whose
+        error suggests known ones.
         """
         began = time.time()
         try:
-            target, read_at = await self.ask(self._admitted, model, unit, purpose, key)
+            target, read_at = await self.ask(self._admitted, model, unit, purpose, key, looks)
         except NotFound as missing:
             if missing.nearest:
                 raise
@@ -198,9 +199,12 @@ class Router:
         # Requests may share a look: a server is asked five times a second.
         return target, min(began, time.time() - (self.rows.clock() - read_at))
 
-    def _admitted(self, model: str, unit: str, purpose: str, key: Key | None) -> tuple[Target, float]:
+    def _admitted(
+        self, model: str, unit: str, purpose: str, key: Key | None, looks: bool
+    ) -> tuple[Target, float]:
         """Return what `resolve` does, and when the look behind it began (the router's clock)."""
-        self.rows.look()
+        if looks:
+            self.rows.look()
         read_at = self.rows.read_at
         return self._resolve(model, unit, purpose, key), read_at
 
