@@ -134,13 +134,6 @@ class Access:
             cause = getattr(error, "orig", error)
             raise ServiceError(f"The catalog {self.label} cannot be read: {cause}.") from error
 
-    def data_version(self, watch: sqlite3.Connection) -> int:
-        """Return a number that changes with every commit of another connection to the file."""
-        try:
-            return int(watch.execute("PRAGMA data_version").fetchone()[0])
-        except sqlite3.DatabaseError as error:
-            raise ServiceError(f"The catalog {self.label} cannot be read: {error}.") from error
-
     def _refuse_while_silent(self) -> float:
         """Raise `ServiceError` during a back-off; return the time."""
         now, (until, said) = time.monotonic(), self._silent

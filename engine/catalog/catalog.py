@@ -4,7 +4,6 @@ Safe for several processes at once: every change is one transaction; routes and 
 compare-and-swap.
 """
 
-import hmac
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cached_property
@@ -206,12 +205,9 @@ class Catalog:
         with self.access.read() as connection:
             return str(connection.execute(select(tables.catalog.c.id)).scalar_one())
 
-    def keyed_hash(self, *words: str) -> str:
-        """Return an HMAC-SHA256 of these words (24 hex digits) with the installation's secret."""
-        return hmac.digest(self._secret, "\0".join(words).encode(), "sha256").hex()[:24]
-
     @cached_property
-    def _secret(self) -> bytes:
+    def secret(self) -> bytes:
+        """The installation's secret, for `records.keyed_hash`."""
         with self.access.read() as connection:
             return str(connection.execute(select(tables.catalog.c.secret)).scalar_one()).encode()
 

@@ -3,6 +3,7 @@
 Every write to one of these records the policy's name in its own transaction.
 """
 
+import sqlite3
 import time
 
 from sqlalchemy import Connection, delete, func, select
@@ -34,7 +35,11 @@ class Changes:
         Postgres server is queried five times a second. For one thread at a time.
         """
         if self._watch:
-            return self._access.data_version(self._watch)
+            try:
+                # Changes with every commit of another connection to the file.
+                return int(self._watch.execute("PRAGMA data_version").fetchone()[0])
+            except sqlite3.DatabaseError as error:
+                raise ServiceError(f"The catalog {self._access.label} cannot be read: {error}.") from error
         now = time.monotonic()
         if self._failed is not None and now - self._failed[0] < POLL_S:
             raise ServiceError(self._failed[1])

@@ -4,6 +4,7 @@ Times are seconds since the epoch; a digest of None is the base itself.
 """
 
 import hashlib
+import hmac
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -279,6 +280,11 @@ def hash_key(plaintext: str) -> str:
     if plaintext.startswith(TINKERS):
         plaintext = OURS + plaintext.removeprefix(TINKERS)
     return hashlib.sha256(plaintext.encode()).hexdigest()
+
+
+def keyed_hash(secret: bytes, *words: str) -> str:
+    """Return an HMAC-SHA256 of these words (24 hex digits) with an installation's secret."""
+    return hmac.digest(secret, "\0".join(words).encode(), "sha256").hex()[:24]
 
 
 def covers(pattern: str, policy: str) -> bool:

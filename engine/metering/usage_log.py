@@ -14,29 +14,16 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 from engine.catalog.waits import limit_waits
-from engine.errors import LimitReached
 from engine.metering.dead_gateways import alive_file, close_dead
 from engine.metering.raw_usage import export
 from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.shared_usage import SharedUsage
-from engine.metering.usage_rows import (
-    Asked,
-    Budget,
-    Ended,
-    Metered,
-    Shortage,
-    Spending,
-    admit_row,
-    close_row,
-    connect,
-    create,
-    writing,
-)
+from engine.metering.usage_rows import Shortage, UsageRows, connect, writing
 from engine.threads import PeriodicThread, Work
 
 SYNC_S = 0.25
@@ -57,19 +44,16 @@ SPARE = """
 log = logging.getLogger("graftwork.usage")
 
 
-class UsageLog:
+class UsageLog(UsageRows):
     """One gateway's access to the log in the directory `root`; for one thread, beside its own.
 
     `shared`: budgets are shared with other machines, and usage is copied there.
     """
 
     def __init__(self, root: Path, shared: SharedBudgets | None = None):
-        self.root, self.path, self.shared = root, root / "usage.db", shared
-        self.gateway = uuid.uuid4().hex
-        create(self.path)
+        super().__init__(root / "usage.db", uuid.uuid4().hex, shared is not None)
+        self.root, self.shared = root, shared
         self._alive = alive_file(root, self.gateway)
-        self._connection = connect(self.path)
-        self._dirty = False
         self._closed = threading.Event()
         self._syncing = Work("usage-sync")
         self._thread = threading.Thread(target=self._keep, name="usage-log", daemon=True)
@@ -91,38 +75,6 @@ class UsageLog:
         self._syncing.end()
         self._connection.close()
         os.close(self._alive)
-
-    def record(self, ended: Iterable[Ended], asking: Iterable[Asked]) -> list[int | LimitReached | Shortage]:
-        """Settle requests that have ended and admit those that ask, in one commit, which costs most of it.
-
-        Return of each that asks its number for `settle`, or why it is refused: a budget has less left than it
-        reserves (`LimitReached`), or it is shared and this machine has drawn less (`Shortage`).
-        """
-        with writing(self._connection) as connection:
-            spending = Spending(connection, is_shared=self.shared is not None)
-            for number, asked, status, used in ended:
-                close_row(connection, spending, number, asked, status, used)
-            answers = [
-                spending.refusal(asked, budgets) or admit_row(connection, spending, self.gateway, asked)
-                for asked, budgets in asking
-            ]
-            spending.write()
-        self._dirty = True
-        return answers
-
-    def admit(self, asked: Metered, budgets: Sequence[Budget] = ()) -> int:
-        """Record a request and reserve its tokens; return its number for `settle`.
-
-        Raises why it is refused, as `record` returns it. Nothing is then recorded.
-        """
-        (answer,) = self.record((), [(asked, budgets)])
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def settle(self, number: int, asked: Metered, status: int, used: tuple[int, int] | None) -> None:
-        """Record what a request used: (prompt, completion) tokens; None: not known, so what it reserved."""
-        self.record([(number, asked, status, used)], ())
 
     def draw(self, short: Shortage) -> bool:
         """Draw what a request lacks from the shared budgets; return whether there was enough.

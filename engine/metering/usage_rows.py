@@ -3,7 +3,7 @@
 import calendar
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -297,3 +297,46 @@ def close_row(
             prompt or 0, completion or 0, 0 if used else asked.reserved,
         ),
     )  # fmt: skip
+
+
+class UsageRows:
+    """One gateway's rows in the log at `path`; for one thread. `is_shared`: machines share the budgets."""
+
+    def __init__(self, path: Path, gateway: str, is_shared: bool):
+        create(path)
+        self.path, self.gateway, self._is_shared = path, gateway, is_shared
+        self._connection = connect(path)
+        # Something is committed that a power failure may undo.
+        self._dirty = False
+
+    def record(self, ended: Iterable[Ended], asking: Iterable[Asked]) -> list[int | LimitReached | Shortage]:
+        """Settle requests that have ended and admit those that ask, in one commit, which costs most of it.
+
+        Return of each that asks its number for `settle`, or why it is refused: a budget has less left than it
+        reserves (`LimitReached`), or it is shared and this machine has drawn less (`Shortage`).
+        """
+        with writing(self._connection) as connection:
+            spending = Spending(connection, self._is_shared)
+            for number, asked, status, used in ended:
+                close_row(connection, spending, number, asked, status, used)
+            answers = [
+                spending.refusal(asked, budgets) or admit_row(connection, spending, self.gateway, asked)
+                for asked, budgets in asking
+            ]
+            spending.write()
+        self._dirty = True
+        return answers
+
+    def admit(self, asked: Metered, budgets: Sequence[Budget] = ()) -> int:
+        """Record a request and reserve its tokens; return its number for `settle`.
+
+        Raises why it is refused, as `record` returns it. Nothing is then recorded.
+        """
+        (answer,) = self.record((), [(asked, budgets)])
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def settle(self, number: int, asked: Metered, status: int, used: tuple[int, int] | None) -> None:
+        """Record what a request used: (prompt, completion) tokens; None: not known, so what it reserved."""
+        self.record([(number, asked, status, used)], ())

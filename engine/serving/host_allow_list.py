@@ -5,8 +5,6 @@ from typing import ClassVar
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp
 
-from engine.security.http import WithoutCookies
-
 
 class HostAllowList(TrustedHostMiddleware):
     """Answer 400 to a request whose Host header is none of `names`.
@@ -17,4 +15,4 @@ class HostAllowList(TrustedHostMiddleware):
     names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, app: ASGIApp):
-        super().__init__(WithoutCookies(app), self.names, www_redirect=False)
+        super().__init__(app, self.names, www_redirect=False)

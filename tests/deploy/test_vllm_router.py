@@ -9,7 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine.serving.gateway.request_fields import CHAT, COMPLETION, Fields, check_fields
+from engine.serving.gateway.reading import check_fields
+from engine.serving.gateway.request_fields import CHAT, COMPLETION, Fields
 from tests.helpers.fake_engines import Fake, Handler, two_fakes, well
 from tests.helpers.router_process import arguments, routed
 

@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from engine.base.families import BaseShapes
 from engine.catalog.catalog import Catalog, migrate
 from engine.clients.controller import ControllerClient
@@ -56,27 +58,28 @@ def requests(engine: RunningEngine, file: Path) -> tuple[set[str], set[str]]:
     shapes = BaseShapes.read(engine.base_path).modules()
     key = engine.catalog.keys.create("tenant", ("infer", "pin"), limits=LIMITS)
     cold, warm = [], []
-    for seed in range(COLD_REQUESTS):
-        name = engine.publish("cold", random_adapter(shapes, seed), 8)
-        # The gateway looks every 0.25 s whether the catalog has changed.
-        time.sleep(1)
-        cold.append(asked(engine, key, name, file))
-    for _ in range(WARM_REQUESTS):
-        time.sleep(0.3)
-        warm.append(asked(engine, key, name, file))
+    with engine.client() as client:
+        # Its connection stays open.
+        client.headers["authorization"] = f"Bearer {key}"
+        for seed in range(COLD_REQUESTS):
+            name = engine.publish("cold", random_adapter(shapes, seed), 8)
+            # The gateway looks every 0.25 s whether the catalog has changed.
+            time.sleep(1)
+            cold.append(asked(client, name, file))
+        for _ in range(WARM_REQUESTS):
+            time.sleep(0.3)
+            warm.append(asked(client, name, file))
     return set.intersection(*warm), set.intersection(*cold)
 
 
-def asked(engine: RunningEngine, key: str, name: str, file: Path) -> set[str]:
-    """Return what runs from a chat request until the observation of it is written."""
-    with engine.client() as client:
-        client.headers["authorization"] = f"Bearer {key}"
-        file.touch()
-        messages = [{"role": "user", "content": "1 + 2 ="}]
-        body = {"model": name, "messages": messages, "max_tokens": 8}
-        client.post("/v1/chat/completions", json=body).raise_for_status()
-        time.sleep(0.1)
-        return end(file)
+def asked(client: httpx.Client, name: str, file: Path) -> set[str]:
+    """Return what runs from a chat request until its end is written."""
+    file.touch()
+    messages = [{"role": "user", "content": "1 + 2 ="}]
+    body = {"model": name, "messages": messages, "max_tokens": 8}
+    client.post("/v1/chat/completions", json=body).raise_for_status()
+    time.sleep(0.1)
+    return end(file)
 
 
 def with_service(module: str, state: Path, settings: dict[str, Any], use: Callable[[Params], Any]) -> Any:

@@ -21,7 +21,7 @@ from engine.serving.gateway.call import Call, GatewayState
 from engine.serving.gateway.gateway import Gateway
 from engine.serving.gateway.membership import Membership
 from engine.serving.gateway.meter import Meter
-from engine.serving.gateway.request_fields import size_of
+from engine.serving.gateway.reading import size_of
 from engine.serving.gateway.route_table import EXACT as ENDPOINTS
 from engine.serving.gateway.route_table import find_route
 from engine.serving.gateway.routing import Router, Target

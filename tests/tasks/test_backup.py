@@ -138,7 +138,7 @@ def content(params: Params) -> dict[str, Any]:
         found["bytes"] = [store.read(location(row)) for row in rows]
         found["routes"] = [catalog.routes.get(name) for name in sorted({row.policy for row in rows})]
         found["keys"] = catalog.keys.all()
-        found["id"] = catalog.id, catalog.keyed_hash("unit"), store.catalog_id()
+        found["id"] = catalog.id, catalog.secret, store.catalog_id()
         found["stones"] = [catalog.tombstones.find(row.policy, row.digest) for row in rows]
         found["audit"] = [
             entry for entry in catalog.audit.page() if entry.action not in ("backup", "restore")

@@ -11,8 +11,7 @@ from engine.catalog.records import OURS, TINKERS
 from engine.errors import Forbidden, Unauthorized
 from engine.logs import REQUEST
 from engine.serving.gateway.asgi import Refused
-from engine.serving.gateway.call import Call
-from engine.serving.gateway.request_ids import id_for
+from engine.serving.gateway.call import Call, id_for
 from engine.serving.gateway.route_table import GENERATING, NOWHERE, Endpoint
 from engine.serving.gateway.routing import Router
 

@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
 from typing import Any, TypeVar
 
-import orjson
-
 from engine.errors import GraftworkError
 
 Message = MutableMapping[str, Any]
@@ -63,17 +61,6 @@ async def unless_left(
             await asyncio.wait((working,))
         if not taken and not working.cancelled() and working.exception() is None:
             give_back(working.result())
-
-
-def parse(raw: bytes) -> dict[str, Any]:
-    """Return a request body as a JSON object. Raises `Refused` (400) for anything else."""
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise Refused(400, f"The request body is not valid JSON: {error}.") from None
-    if not isinstance(body, dict):
-        raise Refused(400, f"The request body must be a JSON object, not a {type(body).__name__}.")
-    return body
 
 
 async def nothing() -> None:

@@ -1,12 +1,21 @@
-"""A call: one request from its admission to its end, and the observation that is spooled of it."""
+"""A call: one request from its admission to its end, its id, and the observation that is spooled of it.
+
+An id says to whom it was given: who rates an answer has to be who got it. The first 20 of its 32 hex digits
+are random, or those of a trusted proxy's id; the last 12 are a hash of them and of the key, which only this
+installation can compute. So nothing is kept by id, and every engine can check one.
+"""
 
 import hashlib
 import logging
+import os
+import re
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
+from hmac import compare_digest
 from typing import Any, Protocol
 
 from prometheus_client import Counter
@@ -17,8 +26,6 @@ from engine.serving.gateway.answers import AnswerReader, Used
 from engine.serving.gateway.asgi import Header, Receive, Send
 from engine.serving.gateway.constraints import Constraint
 from engine.serving.gateway.grammar_trial import GrammarTrial
-from engine.serving.gateway.request_fields import Size
-from engine.serving.gateway.request_ids import RecentIds
 from engine.serving.gateway.route_table import Endpoint
 from engine.serving.gateway.routing import CANARY, FALLBACK, Router, Target
 from engine.serving.residency.residency import Residency
@@ -26,7 +33,50 @@ from engine.settings.services import GatewayConfig
 
 UNOBSERVED = Counter("graftwork_observations_lost", "Requests whose observation could not be spooled.")
 FALLBACKS = Counter("graftwork_canary_fallbacks", "Requests that were answered in a canary's place.")
+PROXYS = re.compile(rb"[0-9a-f]{32}")
+DIGITS, SEED_DIGITS = 32, 20
+MOST_IDS = 1 << 16
+# Returns a keyed hash (hex digits) of a purpose and some words.
+Hash = Callable[..., str]
 log = logging.getLogger("graftwork.gateway")
+
+
+def new_seed(given: bytes | None) -> str:
+    """Return 32 hex digits to make an id of: those of a trusted proxy, else random ones."""
+    return given.decode() if given is not None and PROXYS.fullmatch(given) else os.urandom(16).hex()
+
+
+def id_for(key: Key, seed: str, hashed: Hash) -> str:
+    """Return the id of a request by this key."""
+    return _id_for(key.id, seed, hashed)
+
+
+def _id_for(name: str, seed: str, hashed: Hash) -> str:
+    begin = seed[:SEED_DIGITS]
+    return begin + hashed("request", name, begin)[: DIGITS - SEED_DIGITS]
+
+
+def is_given_to(key: Key, request_id: str, hashed: Hash) -> bool:
+    """Return whether the id of an answer, which may have an API's prefix, was given to this key."""
+    digits = request_id[-DIGITS:]
+    expected = (_id_for(name, digits, hashed) for name in key.names)
+    return len(digits) == DIGITS and any(compare_digest(digits.encode(), one.encode()) for one in expected)
+
+
+class RecentIds:
+    """The ids that were seen last, at most `MOST_IDS`."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[str, None] = OrderedDict()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._seen
+
+    def add(self, name: str) -> None:
+        """Remember an id, and forget the oldest where there are too many."""
+        self._seen[name] = None
+        if len(self._seen) > MOST_IDS:
+            self._seen.popitem(last=False)
 
 
 def uncounted(_request_id: str) -> None:
@@ -111,6 +161,18 @@ class GatewayState:
     meter: Metering = field(default_factory=Unmetered)
     counted: Callable[[str], Used | None] = uncounted
     rated: RecentIds = field(default_factory=RecentIds)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much a request asks for: prompts, completions of all prompts, and tokens of each completion.
+
+    `most_tokens` is None where the request leaves it to the base's context.
+    """
+
+    prompts: int
+    samples: int
+    most_tokens: int | None
 
 
 @dataclass(slots=True, eq=False)

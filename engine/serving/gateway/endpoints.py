@@ -18,7 +18,6 @@ from prometheus_client import REGISTRY, Gauge
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import State
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-from vllm.lora.request import LoRARequest
 
 from engine.base.prompts import prompt_ids
 from engine.catalog.catalog import Key, open_catalog
@@ -28,16 +27,15 @@ from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.usage_log import UsageLog
 from engine.serving.gateway.api_errors import send_error
 from engine.serving.gateway.asgi import Refused
-from engine.serving.gateway.call import GatewayState
+from engine.serving.gateway.call import GatewayState, is_given_to
 from engine.serving.gateway.catalog_rows import rows_to_cache
-from engine.serving.gateway.forwarding import ASKED
+from engine.serving.gateway.forwarding import answer_as_asked
 from engine.serving.gateway.grammar_trial import GrammarTrial
 from engine.serving.gateway.leaving import end_requests_first
 from engine.serving.gateway.limits import TEMPLATE_TOKENS
 from engine.serving.gateway.membership import Membership
 from engine.serving.gateway.meter import Meter
 from engine.serving.gateway.prewarming import Prewarmer, served_names
-from engine.serving.gateway.request_ids import is_given_to
 from engine.serving.gateway.rollouts import gate_of_platform, rollouts
 from engine.serving.gateway.routing import Router
 from engine.serving.gateway.samples import samples
@@ -183,19 +181,6 @@ def template_tokens(tokenizer: Any) -> int:
         return len(prompt_ids(tokenizer, "x")) + TEMPLATE_RESERVE
     except ConfigError:
         return TEMPLATE_TOKENS
-
-
-def answer_as_asked(models: OpenAIServingModels) -> None:
-    """Make answers of the base carry the `model` of the request, such as a policy without a champion.
-
-    vLLM writes the base's own name. Bound: 0.32.0. Goes when vLLM answers with the request's `model`.
-    """
-    stock = models.model_name
-
-    def model_name(lora_request: LoRARequest | None = None) -> str:
-        return stock(lora_request) if lora_request else ASKED.get() or stock()
-
-    models.model_name = model_name  # type: ignore[method-assign]
 
 
 def check_marker(workers: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable
 from contextvars import ContextVar
 from functools import cache
 from time import perf_counter
+from typing import Any
 
 import orjson
 from prometheus_client import Counter
@@ -175,3 +176,17 @@ def begin(call: Call, start: Message) -> Awaitable[None]:
 def is_fault(status: int) -> bool:
     """Return whether a canary's status is no fault of its user: an error, or a name that vLLM cannot find."""
     return status >= SERVER_ERROR or status == NOT_FOUND
+
+
+def answer_as_asked(models: Any) -> None:
+    """Make answers of the base carry the `model` of the request, such as a policy without a champion.
+
+    `models` is vLLM's `OpenAIServingModels`, which writes the base's own name. Bound: 0.32.0. Goes when vLLM
+    answers with the request's `model`.
+    """
+    stock = models.model_name
+
+    def model_name(lora_request: Any = None) -> str:
+        return str(stock(lora_request) if lora_request else ASKED.get() or stock())
+
+    models.model_name = model_name

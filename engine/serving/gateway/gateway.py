@@ -14,12 +14,11 @@ from engine.logs import REQUEST
 from engine.serving.gateway.admission import FailedKeys, NoKey, admit
 from engine.serving.gateway.api_errors import reason_of, send_error, send_no_key
 from engine.serving.gateway.asgi import App, Message, Receive, Refused, Send, answer
-from engine.serving.gateway.call import Call, GatewayState, observe
-from engine.serving.gateway.forwarding import answers_with, forward
+from engine.serving.gateway.call import Call, GatewayState, new_seed, observe
+from engine.serving.gateway.forwarding import FORWARDED, answers_with, forward
 from engine.serving.gateway.holding import hold, instead_of, release, route
 from engine.serving.gateway.reading import read
-from engine.serving.gateway.request_ids import new_seed
-from engine.serving.gateway.route_table import NOWHERE, Kind, find_route
+from engine.serving.gateway.route_table import EXACT, NOWHERE, Kind, find_route
 
 POLICY_VIOLATION = 1008
 TOO_MANY, SERVER_ERROR = 429, 500
@@ -58,9 +57,10 @@ class Gateway:
         id = new_seed(dict(scope["headers"]).get(b"x-request-id", b"") if is_given else None)
         REQUEST.set(id)
         path, method = scope["path"], scope["method"]
-        endpoint = find_route(path) or NOWHERE
+        endpoint = EXACT.get(path) or find_route(path) or NOWHERE
         if not endpoint.roles and method in endpoint.methods:
-            # Load balancers ask twice a second: that is nobody's request.
+            # Load balancers ask twice a second: that is nobody's request. A call's headers are chosen, too.
+            scope["headers"] = [header for header in scope["headers"] if header[0] in FORWARDED]
             return await self._app(scope, receive, tagged(send, id))
         if method == "OPTIONS" and endpoint is not NOWHERE:
             allowed = ", ".join(sorted({*endpoint.methods, "OPTIONS"}))

@@ -50,7 +50,7 @@ async def hold(call: Call) -> None:
             await route(call)
             if call.target.digest != digest:
                 continue
-        if (warm := residency.hold_warm(revision)) is not None:
+        if (warm := residency.tier.ask(revision)) is not None:
             call.name = warm
             return
         with state.meter.cold_load(call, served_name(policy, digest)):
@@ -68,8 +68,9 @@ async def hold(call: Call) -> None:
 
 def release(call: Call) -> None:
     """End the hold, if there is one."""
-    if call.name is not None:
-        call.state.residency.release(call.name)
+    residency = call.state.residency
+    if call.name is not None and residency.tier.release(call.name):
+        residency.make_room(call.name)
 
 
 async def instead_of(router: Router, canary: Target) -> Target:
@@ -86,7 +87,7 @@ async def hold_canary(state: GatewayState, target: Target) -> str | None:
         if seen != state.router.seen or state.router.unread_s > STALE_S:
             # While it was read it may have been rolled back.
             return None
-        if (name := state.residency.hold_warm(revision)) is not None:
+        if (name := state.residency.tier.ask(revision)) is not None:
             return name
         state.residency.prewarm(revision)
     return None

@@ -19,7 +19,7 @@ from engine.catalog.catalog import Key, Tenant
 from engine.errors import LimitReached
 from engine.metering.usage_rows import DAY, MONTH, Budget
 from engine.serving.gateway.asgi import Refused
-from engine.serving.gateway.request_fields import Size
+from engine.serving.gateway.call import Size
 
 # What a chat template adds to a prompt, where it is not known, and what it adds for tools. For each message
 # it adds less than the bytes of a message without text; a token has at least one byte of the body.

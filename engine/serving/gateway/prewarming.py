@@ -145,7 +145,7 @@ class Prewarmer:
             try:
                 await router.ask(partial(router.revision, row.policy, row.digest, may_be_old=False))
             except NotFound:
-                if not self._residency.drop(name):
+                if not self._residency.evict(name):
                     in_use.add(row.policy)
         self._to_check = in_use
 

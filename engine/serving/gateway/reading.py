@@ -6,23 +6,19 @@ roles `score` and `train` sends has to fit the base's context, so its bound foll
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import orjson
 
 from engine.catalog.catalog import Key
 from engine.serving.gateway.admission import require
 from engine.serving.gateway.answers import AnswerReader, wants_json
-from engine.serving.gateway.asgi import MAX_BODY, Receive, Refused, parse
-from engine.serving.gateway.call import Call
+from engine.serving.gateway.asgi import MAX_BODY, Receive, Refused
+from engine.serving.gateway.call import Call, Size
 from engine.serving.gateway.constraints import FIELDS, constraints_of
 from engine.serving.gateway.request_depth import MOST_DEPTH, is_deeper
-from engine.serving.gateway.request_fields import (
-    check_fields,
-    drop_fields,
-    end_user_of,
-    refuse_many_logprobs,
-    size_of,
-)
+from engine.serving.gateway.request_fields import DROPPED, ROUTERS_OWN, Fields
 from engine.serving.gateway.route_table import OF_TOKENS, Kind
 from engine.settings.releases import SEGMENT_NAME
 
@@ -40,6 +36,9 @@ MOST_SAMPLES = 1 << 14
 MOST_SESSION = 512
 # Endpoints whose streams carry usage when `stream_options` ask; the others' always do.
 ASKED_FOR_USAGE = frozenset({"/v1/completions", "/v1/chat/completions"})
+# Log-probabilities of a request's prompts and of its completions but one, with those of alternatives. Each is
+# an object of vLLM's and of its answer: 30 us on the event loop.
+MOST_LOGPROBS = 1 << 17
 # The roles that allow a purpose: one is enough.
 PURPOSES = {
     "user": ("infer",),
@@ -142,6 +141,17 @@ def parse_within(raw: bytes, context: int | None) -> dict[str, Any]:
     return body
 
 
+def parse(raw: bytes) -> dict[str, Any]:
+    """Return a request body as a JSON object. Raises `Refused` (400) for anything else."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise Refused(400, f"The request body is not valid JSON: {error}.") from None
+    if not isinstance(body, dict):
+        raise Refused(400, f"The request body must be a JSON object, not a {type(body).__name__}.")
+    return body
+
+
 def session_of(headers: Mapping[str, str]) -> str | None:
     """Return the session that a request names, or None. Raises `Refused` (400) for a long one."""
     session = headers.get("x-session-id")
@@ -173,3 +183,76 @@ def segment_of(headers: Mapping[str, str]) -> str | None:
             f"x-graftwork-segment must be 1 to 64 letters, digits, '.', '-' or '_', not {segment[:64]!r}.",
         )
     return segment
+
+
+def check_fields(body: dict[str, Any], fields: Fields) -> None:
+    """Refuse unknown fields and values out of bounds; remove fields without a value.
+
+    Raises `Refused` (400) that names the field.
+    """
+    for name in [name for name, value in body.items() if value is None]:
+        del body[name]
+    for name in [name for name, value in ROUTERS_OWN.items() if body.get(name) is value]:
+        del body[name]
+    for name, value in body.items():
+        check = fields.get(name) or DROPPED.get(name)
+        if check is None:
+            raise Refused(
+                400, f"The field {name[:100]!r} is not served here.", "unsupported_parameter", name[:100]
+            )
+        fault = check(value)
+        if fault:
+            raise Refused(400, f"{name!r} {fault}.", "invalid_value", name)
+
+
+def drop_fields(body: dict[str, Any]) -> None:
+    """Remove what vLLM does not get."""
+    for name in DROPPED.keys() & body.keys():
+        del body[name]
+
+
+def end_user_of(body: Mapping[str, Any]) -> str | None:
+    """Return whom a checked request is for, in the field that its API has for that; None: it does not say."""
+    metadata = body.get("metadata")
+    by_metadata = metadata.get("user_id") if isinstance(metadata, dict) else None
+    return body.get("user") or body.get("safety_identifier") or by_metadata
+
+
+def refuse_many_logprobs(body: Mapping[str, Any], prompt_tokens: int, size: Size, context: int) -> None:
+    """Raise `Refused` (400) for too many log-probabilities of its prompts, and of further completions.
+
+    Those of one completion come with its tokens, which limits and budgets bound.
+    """
+    of_output = _most(body, "logprobs", "top_logprobs")
+    of_prompt = max(_most(body, "prompt_logprobs"), of_output if body.get("echo") else 0)
+    each = context if size.most_tokens is None else min(size.most_tokens, context)
+    copies = size.samples // size.prompts if body.get("echo") else 1
+    found = prompt_tokens * of_prompt * copies + (size.samples - 1) * each * of_output
+    if found > MOST_LOGPROBS:
+        said = (
+            f"The request may ask for {found} log-probabilities of its prompts and further completions; the "
+            f"most is {MOST_LOGPROBS}. Ask for fewer, or in several requests."
+        )
+        raise Refused(
+            400, said, "invalid_value", "prompt_logprobs" if "prompt_logprobs" in body else "logprobs"
+        )
+
+
+def _most(body: Mapping[str, Any], *names: str) -> int:
+    return max(_integers(body.get(name) for name in names), default=0)
+
+
+def size_of(body: Mapping[str, Any], tokens_default: int | None) -> Size:
+    """Return what a request asks for. `tokens_default` counts where it names no number of tokens."""
+    prompt = body.get("prompts", body.get("prompt"))
+    prompts = 1
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        prompts = len(prompt)
+    given = [body.get(name) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")]
+    tokens = max(_integers(given), default=tokens_default)
+    n = next(iter(_integers([body.get("n")])), 1)
+    return Size(prompts, prompts * n, tokens)
+
+
+def _integers(values: Iterable[Any]) -> list[int]:
+    return [value for value in values if isinstance(value, int) and not isinstance(value, bool)]

@@ -10,11 +10,11 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from engine.catalog.catalog import Catalog, Key, Revision, Route, Tenant
-from engine.catalog.records import hash_key
+from engine.catalog.records import hash_key, keyed_hash
 from engine.errors import AdapterError, Forbidden, Gone, GraftworkError, NotFound, ServiceError
 from engine.serving.gateway.catalog_rows import LEAST_ROWS, CatalogRows
 from engine.serving.gateway.suggesting import SHOWN, Suggester
@@ -85,12 +85,10 @@ class Router:
         self._base_names = {base_name, configured or base_name}
         self._base_digest = base_digest
         self._catalog = catalog
-        # An HMAC of some words with the installation's secret (24 hex digits).
-        self.keyed_hash = lru_cache(KEPT_HASHES)(catalog.keyed_hash)
-        # Reads the secret, for which no request then waits.
-        self.keyed_hash()
-        # The same of words that do not come again.
-        self.hash_once = catalog.keyed_hash
+        # An HMAC of words that do not come again with the installation's secret (24 hex digits).
+        self.hash_once = partial(keyed_hash, catalog.secret)
+        # The same of others.
+        self.keyed_hash = lru_cache(KEPT_HASHES)(self.hash_once)
         self.rows = CatalogRows(catalog, cached_rows, clock)
         self.ask, self.take_changed = self.rows.ask, self.rows.take_changed
         self._suggester = Suggester(catalog, base_name, self.rows.in_thread)

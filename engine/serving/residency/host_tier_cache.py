@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from engine.catalog.catalog import Revision
+from engine.errors import Conflict, ServiceError
+from engine.settings.params import served_name
 
 # The window's share of the tier.
 WINDOW = 0.1
@@ -73,6 +75,8 @@ class Resident:
     loaded_at: float = 0.0
     hits: float = 0.0
     is_warm: bool = False
+    # Its bytes are gone: its requests fail, and it leaves after the last one.
+    is_lost: bool = False
 
     @property
     def bytes(self) -> int:
@@ -83,7 +87,15 @@ class Resident:
 class HostTierCache:
     """The adapters in the host tier, bounded by bytes and by count."""
 
-    def __init__(self, max_bytes: int, max_adapters: int, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        max_bytes: int,
+        max_adapters: int,
+        clock: Callable[[], float] = time.monotonic,
+        on_hit: Callable[[], object] = lambda: None,
+    ):
+        """`on_hit` is called for each adapter that is asked for and here."""
+        self._on_hit = on_hit
         self.residents: dict[str, Resident] = {}
         self.bytes = 0
         self.max_bytes, self.max_adapters = max_bytes, max_adapters
@@ -94,7 +106,7 @@ class HostTierCache:
         self._idle_new: OrderedDict[str, Resident] = OrderedDict()
         self._idle_warm: OrderedDict[str, Resident] = OrderedDict()
 
-    def add(self, name: str, revision: Revision) -> None:
+    def ready(self, name: str, revision: Revision) -> None:
         """Add an adapter, not in use yet, to the window."""
         now = self._clock()
         resident = self.residents[name] = Resident(revision, used_at=now, loaded_at=now)
@@ -103,16 +115,35 @@ class HostTierCache:
         self._window_bytes += resident.bytes
         self._window_adapters += 1
 
-    def hold(self, name: str) -> Resident | None:
-        """Count one more user of an adapter and return it; None when it is not in the tier."""
-        resident = self.residents.get(name)
-        if resident is not None:
-            resident.users += 1
-            (self._idle_warm if resident.is_warm else self._idle_new).pop(name, None)
-        return resident
+    def ask(self, revision: Revision) -> str | None:
+        """Hold a revision for a request and return its served name; None when it is not in the tier.
 
-    def release(self, name: str, is_use: bool = True) -> None:
-        """Count one user less; without users the adapter may be evicted. A prewarm is no use (`is_use`)."""
+        Raises `ServiceError` while it is being removed because its bytes were lost, and `Conflict` when
+        another revision has the same served name.
+        """
+        name = served_name(revision.policy, revision.digest)
+        resident = self.residents.get(name)
+        if resident is None:
+            return None
+        if resident.is_lost:
+            raise ServiceError(f"The engine has lost the bytes of {name}. Try again: it will be reloaded.")
+        refuse_twin(resident.revision, revision)
+        self.hold(name)
+        self.popularity.add(name)
+        self._on_hit()
+        return name
+
+    def hold(self, name: str) -> None:
+        """Count one more user of an adapter in the tier."""
+        resident = self.residents[name]
+        resident.users += 1
+        (self._idle_warm if resident.is_warm else self._idle_new).pop(name, None)
+
+    def release(self, name: str, is_use: bool = True) -> bool:
+        """Count one user less; without users the adapter may be evicted. A prewarm is no use (`is_use`).
+
+        Return whether something is to leave: the adapter itself, whose bytes are lost, or any other.
+        """
         resident, now = self.residents[name], self._clock()
         assert resident.users > 0
         resident.users -= 1
@@ -121,13 +152,14 @@ class HostTierCache:
             resident.used_at = now
         if resident.users == 0:
             (self._idle_warm if resident.is_warm else self._idle_new)[name] = resident
+        return resident.is_lost or self._is_over() or self._window_is_over()
 
-    def drop(self, name: str) -> Resident | None:
+    def evict(self, name: str) -> Resident | None:
         """Remove and return an adapter that is not in use, whatever its popularity; None if it is."""
         resident = self.residents.get(name)
         return self._remove(name) if resident is not None and resident.users == 0 else None
 
-    def evict(self, pinned: Callable[[], Collection[str]]) -> list[tuple[str, Resident]]:
+    def make_room(self, pinned: Callable[[], Collection[str]]) -> list[tuple[str, Resident]]:
         """Evict adapters until the tier is within its limits; return them. Pinned and used ones stay."""
         while self._window_is_over() and not self._is_over() and self._idle_new:
             self._warm(next(iter(self._idle_new)))
@@ -182,3 +214,12 @@ class HostTierCache:
             self._window_bytes -= resident.bytes
             self._window_adapters -= 1
         return resident
+
+
+def refuse_twin(held: Revision, asked: Revision) -> None:
+    """Raise `Conflict` when two revisions share a served name: it holds 12 of a digest's 64 digits."""
+    if held.digest != asked.digest:
+        raise Conflict(
+            f"{served_name(asked.policy, asked.digest)} is the name of two revisions, and the other one, "
+            f"{held.digest}, is in the engine. Train one of them again, or let it expire."
+        )

@@ -16,10 +16,10 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from engine.catalog.catalog import Catalog, Revision
-from engine.errors import Busy, Conflict, GraftworkError, ServiceError
+from engine.errors import Busy, GraftworkError, ServiceError
 from engine.planning.tiers import host_tier_bytes
 from engine.serving.residency.adapter_fetch import AdapterFetch, Engine
-from engine.serving.residency.host_tier_cache import HostTierCache, Resident
+from engine.serving.residency.host_tier_cache import HostTierCache, Resident, refuse_twin
 from engine.serving.residency.load_metrics import LoadLog, LoadMetrics
 from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE, Load, LoadQueue
 from engine.serving.residency.states import AdapterEvent, AdapterState, AdapterStates
@@ -48,7 +48,6 @@ class Residency:
         pinned: Callable[[], Collection[str]] = frozenset,
         metrics: LoadMetrics | None = None,
     ):
-        self.tier = HostTierCache(host_tier_bytes(config), config.host_adapters)
         self.queue = LoadQueue(config.load_queue, config.load_concurrency)
         self.states = AdapterStates()
         self.evictions = 0
@@ -61,6 +60,7 @@ class Residency:
         # Prewarms and calls to forget; asyncio keeps only weak references to tasks.
         self.tasks: set[asyncio.Task[None]] = set()
         self.metrics = metrics or LoadMetrics(CollectorRegistry())
+        self.tier = HostTierCache(host_tier_bytes(config), config.host_adapters, on_hit=self.metrics.hits.inc)
         self.metrics.watch(self.tier, self.queue, self.states)
         self._log = LoadLog(self.metrics, on_load, self.tier)
 
@@ -78,32 +78,13 @@ class Residency:
         """Return whether a load of this adapter waits or runs."""
         return self.queue.find(name) is not None
 
-    def hold_warm(self, revision: Revision) -> str | None:
-        """Hold a revision that is in the host tier and return its served name; None when it is cold.
-
-        Raises `ServiceError` while it is being removed because its bytes were lost, and `Conflict` when
-        another revision has the same served name.
-        """
-        name = served_name(revision.policy, revision.digest)
-        resident = self.residents.get(name)
-        if resident is None:
-            return None
-        if self.states.state(name) is AdapterState.LOST:
-            raise ServiceError(f"The engine has lost the bytes of {name}. Try again: it will be reloaded.")
-        refuse_twin(resident.revision, revision)
-        self.states.move(name, AdapterEvent.ASK)
-        self.tier.hold(name)
-        self.tier.popularity.add(name)
-        self.metrics.hits.inc()
-        return name
-
     async def hold(self, revision: Revision, priority: str = INTERACTIVE) -> str:
         """Bring a revision into the host tier and hold it until `release`; return its served name.
 
         Raises `Busy` when the queue is full, `AdapterError` when the engine refuses the adapter and
         `ServiceError` when it is not there within `engine.load_timeout_s`.
         """
-        name = self.hold_warm(revision)
+        name = self.tier.ask(revision)
         if name is None:
             load, waiter = self._join(revision, priority)
             await self._wait(load, waiter)
@@ -116,19 +97,20 @@ class Residency:
 
     def release(self, name: str, is_use: bool = True) -> None:
         """End a hold; `is_use` says whether a request used the adapter."""
-        self.tier.release(name, is_use)
-        if self.states.state(name) is AdapterState.LOST:
-            self._remove(name, AdapterEvent.RELEASE)
-        self._evict()
+        if self.tier.release(name, is_use):
+            self.make_room(name)
 
-    def drop(self, name: str) -> bool:
-        """Remove an adapter that is gone from the catalog; return False while a request still uses it."""
-        return self._remove(name, AdapterEvent.EVICT)
+    def make_room(self, name: str) -> None:
+        """Remove what is to leave after the release of this adapter."""
+        if self.tier.residents[name].is_lost:
+            self.evict(name, AdapterEvent.RELEASE)
+        self._evict_idle()
 
     def lose(self, name: str) -> None:
         """Remove an adapter whose bytes are lost or in quarantine; the next request reloads it."""
         if self.states.move(name, AdapterEvent.LOSE) is AdapterState.LOST:
-            self._remove(name, AdapterEvent.RELEASE)
+            self.tier.residents[name].is_lost = True
+            self.evict(name, AdapterEvent.RELEASE)
 
     def take_report(self, in_slots: Collection[str], lost: Collection[str], report: SlotReport) -> None:
         """Apply a worker's report: which adapters are in a slot now, and which have lost their bytes."""
@@ -140,11 +122,11 @@ class Residency:
         for name in in_slots:
             self.states.move(name, AdapterEvent.FILL)
 
-    def _remove(self, name: str, event: AdapterEvent) -> bool:
-        """Remove an adapter from the tier if no request uses it; return whether it was removed."""
-        resident = self.tier.drop(name)
+    def evict(self, name: str, event: AdapterEvent = AdapterEvent.EVICT) -> bool:
+        """Remove an adapter that no request uses, one that is gone from the catalog; else return False."""
+        resident = self.tier.evict(name)
         if resident is not None:
-            self._take_out([(name, resident)], event)
+            self._leave([(name, resident)], event)
         return resident is not None
 
     def doubt(self, policies: Collection[str] | None) -> None:
@@ -161,7 +143,7 @@ class Residency:
         name = served_name(revision.policy, revision.digest)
         if not is_use and name in self.residents:
             return 0.0
-        if is_use and self.hold_warm(revision) is not None:
+        if is_use and self.tier.ask(revision) is not None:
             self.release(name)
             return 0.0
         load, waiter = self._join(revision, BACKGROUND, is_use)
@@ -218,14 +200,14 @@ class Residency:
                 self.release(load.name)
             load.waiters.discard(waiter)
             if not load.waiters:
-                self._call_off(load)
+                self._cancel(load)
             if isinstance(error, TimeoutError):
                 raise self._too_late(load) from None
             raise
         finally:
             self.metrics.wait_s.labels(load.priority).observe(time.monotonic() - began)
 
-    def _call_off(self, load: Load) -> None:
+    def _cancel(self, load: Load) -> None:
         """Cancel a load without waiters, queued or running."""
         if self.queue.find(load.name) is not load:
             return
@@ -258,17 +240,17 @@ class Residency:
             # Any error must reach the waiters, or they would wait until their timeout.
             fault = ServiceError(f"{load.name} was not loaded: {error!r}. See the engine's log.")
         try:
-            self._settle(load, fault)
+            self._end(load, fault)
         finally:
             # The queue must move on after any error.
             self._start()
 
-    def _settle(self, load: Load, fault: Exception | None) -> None:
+    def _end(self, load: Load, fault: Exception | None) -> None:
         """Add a loaded adapter to the tier, or have a refused one forgotten; then wake the waiters."""
         if fault is None:
             self.queue.end(load)
             self.states.move(load.name, AdapterEvent.READY)
-            self.tier.add(load.name, load.revision)
+            self.tier.ready(load.name, load.revision)
             self.faults.pop(load.name, None)
         else:
             self.faults.pop(load.name, None)
@@ -287,19 +269,19 @@ class Residency:
             else:
                 waiter.set_exception(fault)
         self._log.ended(load, "refused" if fault else "ready", str(fault) if fault else None)
-        self._evict()
+        self._evict_idle()
 
-    def _evict(self) -> None:
+    def _evict_idle(self) -> None:
         """Evict adapters until the tier is within its limits."""
         try:
-            gone = self.tier.evict(self._pinned)
+            gone = self.tier.make_room(self._pinned)
         except ServiceError:
             # Without the list of pinned adapters none is evicted; the next load or request tries again.
             log.exception("Eviction from the host tier is suspended: cannot read which adapters must stay.")
             return
-        self._take_out(gone, AdapterEvent.EVICT)
+        self._leave(gone, AdapterEvent.EVICT)
 
-    def _take_out(self, gone: list[tuple[str, Resident]], event: AdapterEvent) -> None:
+    def _leave(self, gone: list[tuple[str, Resident]], event: AdapterEvent) -> None:
         self.evictions += len(gone)
         for name, _ in gone:
             self.states.move(name, event)
@@ -327,13 +309,4 @@ class Residency:
     def _too_late(self, load: Load) -> ServiceError:
         return ServiceError(
             f"{load.name} was not loaded within {self._timeout_s:g} s (engine.load_timeout_s). Try again."
-        )
-
-
-def refuse_twin(held: Revision, asked: Revision) -> None:
-    """Raise `Conflict` when two revisions share a served name: it holds 12 of a digest's 64 digits."""
-    if held.digest != asked.digest:
-        raise Conflict(
-            f"{served_name(asked.policy, asked.digest)} is the name of two revisions, and the other one, "
-            f"{held.digest}, is in the engine. Train one of them again, or let it expire."
         )

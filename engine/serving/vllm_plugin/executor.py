@@ -16,17 +16,16 @@ from engine.shared_cores import SharedCores
 class InProcessExecutor(UniProcExecutor):
     """vLLM's executor in one process, chosen by its import path so that vLLM does not replace it."""
 
-    cores: SharedCores | None = None
-
     def _init_executor(self) -> None:
         super()._init_executor()
         ours: Any = self.vllm_config.additional_config
         if settings := (ours or {}).get("graftwork", {}).get("cores"):
-            self.cores = SharedCores(Path(settings["folder"]), "engine", settings["share"])
+            cores = SharedCores(Path(settings["folder"]), "engine", settings["share"])
+            stock = self.execute_model
 
-    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
-        """Run one step of the model, on all cores while the trainer does not compute."""
-        if self.cores is None:
-            return super().execute_model(scheduler_output, non_block)
-        with self.cores.computing():
-            return super().execute_model(scheduler_output, non_block)
+            def execute_model(scheduler_output: Any, non_block: bool = False) -> Any:
+                """Run one step of the model, on all cores while the trainer does not compute."""
+                with cores.computing():
+                    return stock(scheduler_output, non_block)
+
+            self.execute_model = execute_model  # type: ignore[method-assign]

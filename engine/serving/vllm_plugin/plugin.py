@@ -68,7 +68,7 @@ def fail_requests_of_failed_adapters() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from engine.serving.worker.failed_adapters import drop_failed, mark_failed
+    from engine.serving.worker.failed_adapters import FAILED, drop_failed, mark_failed
 
     if hasattr(Scheduler.update_from_output, "__wrapped__"):
         return
@@ -76,11 +76,14 @@ def fail_requests_of_failed_adapters() -> None:
 
     @wraps(sample)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return mark_failed(self, sample(self, *args, **kwargs))
+        output = sample(self, *args, **kwargs)
+        manager = getattr(self, "lora_manager", None)
+        return mark_failed(self, output) if manager is not None and manager.slots.failed else output
 
     @wraps(update)
     def update_from_output(self: Any, scheduler_output: Any, output: Any) -> Any:
-        drop_failed(self, output)
+        if hasattr(output, FAILED):
+            drop_failed(self, output)
         return update(self, scheduler_output, output)
 
     GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign,assignment]
@@ -160,10 +163,24 @@ def rotate_heads_on_cpu() -> None:
     """
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
-        from engine.serving.worker import mla_cpu
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-        mla_cpu.RotaryEmbedding.forward_cpu = mla_cpu.rotate  # type: ignore[method-assign]
+    stock = RotaryEmbedding.forward_cpu
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @wraps(stock)
+    def rotate(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
+        if query.dim() != 3:
+            return stock(self, positions, query, key)
+        # A query that is a slice of heads comes back as a copy.
+        flat_key = None if key is None else key.flatten(1)
+        rotated, rotated_key = stock(self, positions, query.flatten(1), flat_key)
+        return rotated.view(query.shape), None if rotated_key is None else rotated_key.view(key.shape)
+
+    RotaryEmbedding.forward_cpu = rotate  # type: ignore[method-assign]
 
 
 def replace_latent_attention() -> None:

@@ -28,14 +28,11 @@ def has_failed_on_any_rank(failed: bool) -> bool:
 
 def mark_failed(runner: Any, output: Any) -> Any:
     """Record in a step's output the requests that ran without their adapter; return the output."""
-    manager = getattr(runner, "lora_manager", None)
-    if manager is None or not manager.slots.failed:
-        return output
-    batch = runner.input_batch
+    lost, batch = runner.lora_manager.slots.failed, runner.input_batch
     failed = [
         request
         for request, lora_id in zip(batch.req_ids, batch.request_lora_mapping, strict=False)
-        if int(lora_id) in manager.slots.failed
+        if int(lora_id) in lost
     ]
     # With asynchronous scheduling (CUDA) the output is a wrapper whose copy from the device is pending.
     setattr(getattr(output, "_model_runner_output", output), FAILED, failed)
@@ -44,7 +41,7 @@ def mark_failed(runner: Any, output: Any) -> Any:
 
 def drop_failed(scheduler: Any, output: Any) -> None:
     """Drop a step's samples for such requests and have the scheduler end them with an error."""
-    for request in getattr(output, FAILED, ()):
+    for request in getattr(output, FAILED):
         index = output.req_id_to_index.get(request)
         if index is not None and output.sampled_token_ids:
             output.sampled_token_ids[index] = []

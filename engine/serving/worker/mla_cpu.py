@@ -1,8 +1,7 @@
-"""Latent attention (MLA) with adapters on CPU: corrections of two faults in vLLM 0.32.0.
+"""Latent attention (MLA) with adapters on CPU.
 
-Its rotary kernel misreads tensors of rank 3; `rotate` passes it rank 2. And its attention keeps the
-`kv_b_proj` from before LoRA was added, so it drops adapters on it; here prefill uses the wrapped layer, and
-decode adds the absorbed form of the factors.
+vLLM 0.32.0's attention keeps the `kv_b_proj` from before LoRA was added, so it drops adapters on it; here
+prefill uses the wrapped layer, and decode adds the absorbed form of the factors.
 
 Shapes: T tokens, N decode rows, H heads, L latent, P query part without position, V value.
 """
@@ -14,29 +13,10 @@ from typing import Any
 from torch import Tensor
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.layers.attention import MLAAttention
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from engine.serving.worker.lora_cpu import GroupedPunica
 from engine.serving.worker.slots import SlotViews
 from kernels import latent
-
-stock_rotate = RotaryEmbedding.forward_cpu
-
-
-def rotate(
-    self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Apply the rotary embedding to query and key (T, H * size) or (T, H, size), by positions (T,).
-
-    Returns tensors of the same shapes and dtypes; a query that is a slice of heads comes back as a copy.
-    """
-    if query.dim() != 3:
-        return stock_rotate(self, positions, query, key)
-    flat_key = None if key is None else key.flatten(1)
-    rotated, rotated_key = stock_rotate(self, positions, query.flatten(1), flat_key)
-    if key is None or rotated_key is None:
-        return rotated.view(query.shape), None
-    return rotated.view(query.shape), rotated_key.view(key.shape)
 
 
 class LatentAttention(MLAAttention):

@@ -27,7 +27,7 @@ class StepRequests:
 class RecordingRunner(CPUModelRunner):
     """The CPU's model runner; it records experts with `--enable-return-routed-experts`."""
 
-    recorder: AuxOutputWorkerConnector | None = None
+    recorder: AuxOutputWorkerConnector
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """Allocate the KV cache, and the recorder if it is enabled."""
@@ -36,16 +36,17 @@ class RecordingRunner(CPUModelRunner):
             self.recorder = get_aux_output_connector(self.get_model(), self.vllm_config, kv_cache_config)
             if not self.vllm_config.cache_config.enable_prefix_caching:
                 _keep_requests_whole(self.recorder, self.vllm_config)
+            self.execute_model = self._execute_recorded  # type: ignore[method-assign, assignment]
+            self.sample_tokens = self._sample_recorded  # type: ignore[method-assign, assignment]
 
-    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def _execute_recorded(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a step's forward pass and record its experts."""
-        if self.recorder is not None:
-            self.recorder.begin_step(scheduler_output.aux_output_connector_metadata)
+        self.recorder.begin_step(scheduler_output.aux_output_connector_metadata)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
-    def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
+    def _sample_recorded(self, grammar_output: Any) -> Any:
         """Sample the step's tokens and attach the recorded experts to the output."""
-        if self.recorder is None or self.execute_model_state is None:
+        if self.execute_model_state is None:
             return super().sample_tokens(grammar_output)
         drafted = self.execute_model_state.scheduler_output.scheduled_spec_decode_tokens
         pending = self.recorder.prepare_output(self._batch())  # type: ignore[arg-type]

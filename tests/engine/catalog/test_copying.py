@@ -109,7 +109,7 @@ def test_the_copy_is_a_catalog_to_work_with(
         wanted = (
             catalog.audit.verify(),
             catalog.id,
-            catalog.keyed_hash("x"),
+            catalog.secret,
             catalog.revisions.page("sorting"),
         )
     target = f"sqlite:///{tmp_path}/copy.db"
@@ -117,7 +117,7 @@ def test_the_copy_is_a_catalog_to_work_with(
         target = fresh_database(request.getfixturevalue("postgres_server"))
     copy_catalog(sqlite_catalog_url, target)
     with closing(Catalog(target)) as copy:
-        assert (copy.audit.verify(), copy.id, copy.keyed_hash("x"), copy.revisions.page("sorting")) == wanted
+        assert (copy.audit.verify(), copy.id, copy.secret, copy.revisions.page("sorting")) == wanted
         assert copy.keys.find(key)
         # Its numbers go on after the copied ones.
         copy.revisions.add_many([bare("sorting", 5)])

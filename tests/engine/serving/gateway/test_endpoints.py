@@ -6,8 +6,8 @@ import json
 from types import SimpleNamespace
 
 from engine.catalog.catalog import Key
+from engine.serving.gateway.call import RecentIds, id_for
 from engine.serving.gateway.endpoints import Feedback, feedback
-from engine.serving.gateway.request_ids import RecentIds, id_for
 
 
 class Spool:
@@ -46,7 +46,7 @@ def words(*given: str) -> str:
 
 
 def test_the_oldest_ids_are_forgotten(monkeypatch):
-    monkeypatch.setattr("engine.serving.gateway.request_ids.MOST_IDS", 2)
+    monkeypatch.setattr("engine.serving.gateway.call.MOST_IDS", 2)
     recent = RecentIds()
     for name in "abc":
         recent.add(name)

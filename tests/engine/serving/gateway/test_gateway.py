@@ -407,7 +407,7 @@ async def test_no_request_is_admitted_by_a_look_after_the_tombstone(world):
             await asyncio.sleep(0.001)
             if number == 70:
                 # Its load starts again, so that requests wait for it when the tombstone comes.
-                world.state.residency.drop(bad)
+                world.state.residency.evict(bad)
             if number == 75:
                 before = len(world.server.seen)
                 world.catalog.tombstones.add("sums", CANARY, "Reward fell.", "me")

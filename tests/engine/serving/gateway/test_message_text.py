@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.serving.gateway.message_text import plain_text, response_items
+from engine.serving.gateway.request_fields import plain_text, response_items
 
 IMAGE = {"url": "http://x/"}
 

@@ -154,7 +154,7 @@ async def test_what_came_into_quarantine_is_served_no_more(tmp_path):
     await prewarmer.look()
     assert set(tier.residents) == {name_of(0), name_of(2)}
     with pytest.raises(ServiceError, match="lost the bytes"):
-        tier.hold_warm(revision(2))
+        tier.tier.ask(revision(2))
     await busy
     assert set(tier.residents) == {name_of(0)}
 

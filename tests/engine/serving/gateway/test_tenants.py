@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 
 from engine.catalog.catalog import Policy, Tenant
 from engine.errors import ServiceError
-from engine.serving.gateway.request_ids import is_given_to
+from engine.serving.gateway.call import is_given_to
 from engine.settings.services import GatewayConfig
 from tests.helpers.access_matrix import ASKING, OF_TOKENS, ROLE_SETS, SENTENCE, Names, body_of, gateway_faults
 from tests.helpers.gateways import CHAMPION, OTHER, World, open_world
@@ -212,7 +212,7 @@ async def test_what_would_stop_the_event_loop_is_refused_before_it_is_parsed(
 
 
 async def test_log_probabilities_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("engine.serving.gateway.request_fields.MOST_LOGPROBS", 1000)
+    monkeypatch.setattr("engine.serving.gateway.reading.MOST_LOGPROBS", 1000)
     prompts = {"model": "acme-sums", "prompt": ["x" * 100] * 4, "max_tokens": 1}
     for more in ({"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}):
         async with world.client(world.key()) as client:

@@ -134,13 +134,13 @@ def test_any_traffic_keeps_the_books():
         i = min(int(random.expovariate(0.1)), 60)
         name = name_of(i)
         tier.popularity.add(name)
-        if tier.hold(name) is None:
-            tier.add(name, revision(i, 1 + i % 7))
-            tier.hold(name)
+        if name not in tier.residents:
+            tier.ready(name, revision(i, 1 + i % 7))
+        tier.hold(name)
         held.append(name)
         while len(held) > 4 or (held and random.random() < 0.4):
             tier.release(held.pop(random.randrange(len(held))))
-            for gone, _ in tier.evict(lambda: {name_of(0)}):
+            for gone, _ in tier.make_room(lambda: {name_of(0)}):
                 assert gone not in held
                 assert gone != name_of(0)
         residents = tier.residents

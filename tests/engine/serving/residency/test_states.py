@@ -175,7 +175,7 @@ class World:
             tier.take_report([one for one in slots if one not in lost], lost, SlotReport((), (), 0, 0))
         elif kind == "drop":
             for one in pick(i, tier.residents):
-                tier.drop(one)
+                tier.evict(one)
         elif kind == "quarantine":
             for one in pick(i, tier.residents):
                 tier.lose(one)
