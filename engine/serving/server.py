@@ -154,7 +154,7 @@ def server_arguments(
         "--max-num-seqs", str(config.max_num_seqs),
         "--tensor-parallel-size", str(config.tensor_parallel),
         *memory_arguments(config, base.path, plan),
-        "--enforce-eager",
+        *graph_arguments(plan),
         "--enable-lora",
         "--max-loras", str(slots(config, base, plan)),
         # Graftwork limits the host tier in bytes; vLLM's limit by count must never apply.
@@ -212,6 +212,16 @@ def lora_targets(base: "BaseInfo") -> tuple[str, ...]:
     """Return the module names that may carry LoRA; vLLM has one module, `experts`, for all routed experts."""
     shapes = BaseShapes.read(base.path)
     return (*shapes.targets, *(("experts",) if shapes.experts else ()))
+
+
+def graph_arguments(plan: "MemoryPlan | None") -> list[str]:
+    """Replay CUDA graphs of decode steps on a GPU: three times as fast there with 64 adapters.
+
+    Nothing is compiled, which gave no more and another rounding. A CPU has no graphs.
+    """
+    if plan is None:
+        return ["--enforce-eager"]
+    return ["--compilation-config", json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"})]
 
 
 def attention_arguments(base: "BaseInfo", plan: "MemoryPlan | None") -> list[str]:

@@ -61,10 +61,12 @@ def replace_cpu_operations() -> None:
 def fail_requests_of_failed_adapters() -> None:
     """Fail only the requests of an adapter whose bytes were lost; in stock an error in a step is fatal.
 
-    The worker lists those requests in the step's output. The scheduler drops their samples and ends them
-    through its path for grammars that do not compile (the client gets 500).
+    The worker lists those requests in the step's output; on a GPU vLLM has a second model runner, which it
+    takes by itself. The scheduler drops their samples and ends them through its path for grammars that do not
+    compile (the client gets 500).
     Bound: 0.32.0. Remove when vLLM lets a worker fail single requests.
     """
+    from vllm.platforms import current_platform
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -72,13 +74,18 @@ def fail_requests_of_failed_adapters() -> None:
 
     if hasattr(Scheduler.update_from_output, "__wrapped__"):
         return
-    sample, update = GPUModelRunner.sample_tokens, Scheduler.update_from_output
+    update = Scheduler.update_from_output
 
-    @wraps(sample)
-    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = sample(self, *args, **kwargs)
-        manager = getattr(self, "lora_manager", None)
-        return mark_failed(self, output) if manager is not None and manager.slots.failed else output
+    def marking(sample: Any) -> Any:
+        @wraps(sample)
+        def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+            output = sample(self, *args, **kwargs)
+            manager = getattr(self, "lora_manager", None)
+            if output is None or manager is None or not manager.slots.failed:
+                return output
+            return mark_failed(self, output)
+
+        return sample_tokens
 
     @wraps(update)
     def update_from_output(self: Any, scheduler_output: Any, output: Any) -> Any:
@@ -86,7 +93,13 @@ def fail_requests_of_failed_adapters() -> None:
             drop_failed(self, output)
         return update(self, scheduler_output, output)
 
-    GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign,assignment]
+    runners: list[Any] = [GPUModelRunner]
+    if current_platform.is_cuda_alike():
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondRunner
+
+        runners.append(SecondRunner)
+    for runner in runners:
+        runner.sample_tokens = marking(runner.sample_tokens)
     Scheduler.update_from_output = update_from_output  # type: ignore[method-assign,assignment]
 
 

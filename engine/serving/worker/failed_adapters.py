@@ -27,15 +27,21 @@ def has_failed_on_any_rank(failed: bool) -> bool:
 
 
 def mark_failed(runner: Any, output: Any) -> Any:
-    """Record in a step's output the requests that ran without their adapter; return the output."""
-    lost, batch = runner.lora_manager.slots.failed, runner.input_batch
-    failed = [
-        request
-        for request, lora_id in zip(batch.req_ids, batch.request_lora_mapping, strict=False)
-        if int(lora_id) in lost
-    ]
-    # With asynchronous scheduling (CUDA) the output is a wrapper whose copy from the device is pending.
-    setattr(getattr(output, "_model_runner_output", output), FAILED, failed)
+    """Record in a step's output the requests that ran without their adapter; return the output.
+
+    With asynchronous scheduling (CUDA) the output is a wrapper whose copy from the device is pending.
+    """
+    lost = runner.lora_manager.slots.failed
+    if (state := getattr(runner, "lora_state", None)) is not None:
+        # vLLM's second model runner, which only a GPU has.
+        told = getattr(output, "model_runner_output", output)
+        adapters = {request: one.lora_int_id for request, one in state.lora_requests.items()}
+        failed = [request for request in told.req_ids if adapters.get(request) in lost]
+    else:
+        told, batch = getattr(output, "_model_runner_output", output), runner.input_batch
+        pairs = zip(batch.req_ids, batch.request_lora_mapping, strict=False)
+        failed = [request for request, lora_id in pairs if int(lora_id) in lost]
+    setattr(told, FAILED, failed)
     return output
 
 

@@ -260,6 +260,9 @@ def test_the_engine_gets_its_share_of_the_plan(tmp_path: Path):
     assert given["max_loras"] == 8
     assert given["trust_remote_code"] is False
     assert given["hf_token"] is None
+    assert given["enforce_eager"] is False
+    assert given["compilation_config"].cudagraph_mode.name == "FULL_DECODE_ONLY"
+    assert given["compilation_config"].mode.name == "NONE"
 
 
 def test_on_a_cpu_the_engine_is_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -272,6 +275,7 @@ def test_on_a_cpu_the_engine_is_as_before(tmp_path: Path, monkeypatch: pytest.Mo
     assert given["kv_cache_memory_bytes"] == GIB // 2
     assert given["block_size"] == 32
     assert given["dtype"] == "float32"
+    assert given["enforce_eager"] is True
     assert given["max_num_batched_tokens"] is None
     assert given["trust_remote_code"] is False
 

@@ -17,6 +17,7 @@ from vllm.distributed import parallel_state
 
 from engine.adapters import packed
 from engine.serving.worker import loader
+from engine.serving.worker.failed_adapters import FAILED, mark_failed
 from engine.serving.worker.host_tier import HostTier
 from engine.store.segments import PAGE_ALIGNED_FROM, Store
 from tests.helpers import vllm_layers as made
@@ -90,6 +91,23 @@ def serve_both(root: Path) -> None:
     for rank in ranks:
         rank.join()
     sys.exit([rank.exitcode for rank in ranks] != [0, 0])
+
+
+@pytest.mark.parametrize("attribute", ["_model_runner_output", "model_runner_output", None])
+def test_both_of_vllms_model_runners_tell_who_ran_without_an_adapter(attribute: str | None) -> None:
+    """The second one, which vLLM takes on a GPU, has no mapping of its batch, and another wrapper."""
+    told = SimpleNamespace(req_ids=["a", "b", "c"])
+    runner = SimpleNamespace(lora_manager=SimpleNamespace(slots=SimpleNamespace(failed={7: "p@lost"})))
+    if attribute == "_model_runner_output":
+        runner.input_batch = SimpleNamespace(req_ids=told.req_ids, request_lora_mapping=[0, 7, 3])
+    else:
+        # Requests that are not in this step are under way, too.
+        adapters = {"b": 7, "c": 3, "d": 7}
+        requests = {name: SimpleNamespace(lora_int_id=number) for name, number in adapters.items()}
+        runner.lora_state = SimpleNamespace(lora_requests=requests)
+    output = SimpleNamespace(**{attribute: told}) if attribute else told
+    assert mark_failed(runner, output) is output
+    assert getattr(told, FAILED) == ["b"]
 
 
 @pytest.mark.services
