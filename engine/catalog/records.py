@@ -282,9 +282,18 @@ def hash_key(plaintext: str) -> str:
     return hashlib.sha256(plaintext.encode()).hexdigest()
 
 
-def keyed_hash(secret: bytes, *words: str) -> str:
-    """Return an HMAC-SHA256 of these words (24 hex digits) with an installation's secret."""
-    return hmac.digest(secret, "\0".join(words).encode(), "sha256").hex()[:24]
+class KeyedHash:
+    """HMAC-SHA256 with an installation's secret; of some words it returns 24 hex digits."""
+
+    def __init__(self, secret: bytes):
+        # Each call copies it, in half the time that a new one takes.
+        self._mac = hmac.new(secret, digestmod="sha256")
+
+    def __call__(self, *words: str) -> str:
+        """Return the hash of these words."""
+        mac = self._mac.copy()
+        mac.update("\0".join(words).encode())
+        return mac.hexdigest()[:24]
 
 
 def covers(pattern: str, policy: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.errors import ConfigError, LimitReached
 
@@ -99,8 +99,8 @@ ADMIT = """
     VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'admitted')
 """
 ROLL_UP = """
-    INSERT INTO hours VALUES (?, ?, ?, ?, ?, ?, 1, ?, ?, ?)
-    ON CONFLICT DO UPDATE SET requests = requests + 1, prompt = prompt + excluded.prompt,
+    INSERT INTO hours VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+    ON CONFLICT DO UPDATE SET requests = requests + excluded.requests, prompt = prompt + excluded.prompt,
         completion = completion + excluded.completion, unknown = unknown + excluded.unknown
 """
 
@@ -208,24 +208,35 @@ def writing(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
 
 
 class Spending:
-    """What one transaction changes of the counters of keys and tenants, written at its end."""
+    """What one transaction changes of the counters of keys and tenants, and of the hours; written at its end.
+
+    Many requests are of one key: their changes are added up before they are written.
+    """
 
     def __init__(self, connection: sqlite3.Connection, is_shared: bool = False):
         self._connection, self._is_shared = connection, is_shared
         # By subject and period: tokens used and reserved.
         self._counts: dict[tuple[str, str], list[int]] = {}
+        # By the columns of the key of `hours`: requests, and tokens of prompts, completions and unknown ones.
+        self._hours: dict[tuple[Any, ...], list[int]] = {}
 
-    def count(self, asked: Metered, used: int, reserved: int) -> None:
-        """Count tokens of a request, for the periods in which it was admitted."""
+    def reserve(self, asked: Metered) -> None:
+        """Count a request that is admitted."""
+        self._count(asked, 0, asked.reserved)
+
+    def spend(self, asked: Metered, used: tuple[int, int] | None) -> None:
+        """Count what a request has used, for the periods in which it was admitted; None: as reserved."""
+        self._count(asked, asked.reserved if used is None else sum(used), -asked.reserved)
+        _, tenant, key, policy, revision, purpose, at, reserved, _ = asked
+        row = (int(at // 3600), tenant, key, policy, revision, purpose)
+        prompt, completion = used or (0, 0)
+        _add(self._hours, row, 1, prompt, completion, reserved if used is None else 0)
+
+    def _count(self, asked: Metered, used: int, reserved: int) -> None:
         day, month = periods(asked.at)
         key, tenant = f"key:{asked.key}", f"tenant:{asked.tenant}"
         for subject in ((key, day), (key, month), (tenant, day), (tenant, month)):
-            found = self._counts.get(subject)
-            if found is None:
-                self._counts[subject] = [used, reserved]
-            else:
-                found[0] += used
-                found[1] += reserved
+            _add(self._counts, subject, used, reserved)
 
     def refusal(self, asked: Metered, budgets: Sequence[Budget]) -> LimitReached | Shortage | None:
         """Return why a budget does not admit a request, or None."""
@@ -258,8 +269,13 @@ class Spending:
 
     def write(self) -> None:
         """Write the counters."""
-        changes = [(*subject, *counts) for subject, counts in self._counts.items()]
-        self._connection.executemany(COUNT, changes)
+        for statement, changes in ((COUNT, self._counts), (ROLL_UP, self._hours)):
+            self._connection.executemany(statement, [(*row, *added) for row, added in changes.items()])
+
+
+def _add(sums: dict[Any, list[int]], row: Any, *added: int) -> None:
+    found = sums.get(row)
+    sums[row] = [*added] if found is None else [one + other for one, other in zip(found, added, strict=True)]
 
 
 def admit_row(connection: sqlite3.Connection, spending: Spending, gateway: str, asked: Metered) -> int:
@@ -270,7 +286,7 @@ def admit_row(connection: sqlite3.Connection, spending: Spending, gateway: str, 
     )  # fmt: skip
     number = connection.execute(ADMIT, values).lastrowid
     assert number is not None
-    spending.count(asked, 0, asked.reserved)
+    spending.reserve(asked)
     return number
 
 
@@ -288,15 +304,7 @@ def close_row(
     values = (state, status, prompt, completion, time.time(), asked.revision, number)
     if not connection.execute(CLOSE, values).rowcount:
         return
-    tokens = asked.reserved if used is None else sum(used)
-    spending.count(asked, tokens, -asked.reserved)
-    connection.execute(
-        ROLL_UP,
-        (
-            int(asked.at // 3600), asked.tenant, asked.key, asked.policy, asked.revision, asked.purpose,
-            prompt or 0, completion or 0, 0 if used else asked.reserved,
-        ),
-    )  # fmt: skip
+    spending.spend(asked, used)
 
 
 class UsageRows:

@@ -221,8 +221,8 @@ class Meter:
     def settle(self, call: Call) -> None:
         """Record what a call used, and which revision answered it.
 
-        What is not known counts as reserved, and at most the reservation is billed. It is written with the
-        next call, or within `SETTLED_S`.
+        What is not known counts as reserved, and at most the reservation is billed. It is written within
+        `SETTLED_S`: one that a kill of the process leaves unwritten counts as reserved.
         """
         bill: Bill = call.bill
         asked, used, digest = bill.asked, call.answer.used, call.target.digest or ""
@@ -272,7 +272,7 @@ class Meter:
             raise
 
     def _end(self, number: int, asked: Metered, status: int, used: Used | None) -> None:
-        """Have the end of a call recorded with the next one that comes, or soon."""
+        """Have the end of a call recorded soon, with those of others."""
         self._ended.append((number, asked, status, used))
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(SETTLED_S, self._write_ended)
@@ -283,8 +283,16 @@ class Meter:
 
     def flush(self) -> None:
         """Record the calls that have ended now. On the event loop."""
-        if self._ended:
-            self._record(())
+        try:
+            if self._ended:
+                self._usage.record(self._ended, ())
+        except sqlite3.Error as error:
+            UNSETTLED.inc()
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(AGAIN_S, self._write_ended)
+            log.warning("The usage of %d requests could not be written: %s", len(self._ended), error)
+        else:
+            self._ended.clear()
 
     def _write(self) -> None:
         # A client may have left since.
@@ -298,17 +306,18 @@ class Meter:
                 one.number.set_result(answer)
 
     def _record(self, asking: Sequence[tuple[Metered, Sequence[Budget]]]) -> Sequence[int | Exception]:
-        """Record what has ended and what is asked for; return each one's number, or why it is refused."""
+        """Record what is asked for; return each one's number, or why it is refused."""
         try:
-            answers = self._usage.record(self._ended, asking)
+            answers: list[int | Exception] = [*self._usage.record((), asking)]
+            refused = [place for place, answer in enumerate(answers) if isinstance(answer, Exception)]
+            if refused and self._ended:
+                # What has ended may give back what they lack.
+                self.flush()
+                again = self._usage.record((), [asking[place] for place in refused])
+                for place, answer in zip(refused, again, strict=True):
+                    answers[place] = answer
         except sqlite3.Error as error:
-            if self._ended:
-                UNSETTLED.inc()
-                if self._timer is None:
-                    self._timer = asyncio.get_running_loop().call_later(AGAIN_S, self._write_ended)
-                log.warning("The usage of %d requests could not be written: %s", len(self._ended), error)
             return [error] * len(asking)
-        self._ended.clear()
         return answers
 
     def prewarm(self, key: Key, tenant: Tenant, name: str, is_loading: Callable[[str], bool]) -> None:

@@ -10,11 +10,11 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from engine.catalog.catalog import Catalog, Key, Revision, Route, Tenant
-from engine.catalog.records import hash_key, keyed_hash
+from engine.catalog.records import KeyedHash, hash_key
 from engine.errors import AdapterError, Forbidden, Gone, GraftworkError, NotFound, ServiceError
 from engine.serving.gateway.catalog_rows import LEAST_ROWS, CatalogRows
 from engine.serving.gateway.suggesting import SHOWN, Suggester
@@ -86,7 +86,7 @@ class Router:
         self._base_digest = base_digest
         self._catalog = catalog
         # An HMAC of words that do not come again with the installation's secret (24 hex digits).
-        self.hash_once = partial(keyed_hash, catalog.secret)
+        self.hash_once = KeyedHash(catalog.secret)
         # The same of others.
         self.keyed_hash = lru_cache(KEPT_HASHES)(self.hash_once)
         self.rows = CatalogRows(catalog, cached_rows, clock)

@@ -1,5 +1,6 @@
 """Keys and tenants: roles, patterns that never overlap, rotation, and the keys of an older catalog."""
 
+import hmac
 import time
 from contextlib import closing
 from pathlib import Path
@@ -10,7 +11,7 @@ from sqlalchemy import text
 from engine.catalog.catalog import Catalog, Policy, Tenant, migrate
 from engine.catalog.database import open_engine
 from engine.catalog.keys import SCOPES, as_tinkers
-from engine.catalog.records import covers, keyed_hash, overlap
+from engine.catalog.records import KeyedHash, covers, overlap
 from engine.errors import ConfigError, Conflict, NotFound
 from tests.helpers.catalog_migrations import upgrade_to
 
@@ -149,9 +150,10 @@ def test_a_keyed_hash_is_of_one_installation(catalog: Catalog, tmp_path: Path) -
     url = f"sqlite:///{tmp_path}/another.db"
     migrate(url)
     with closing(Catalog(url)) as other:
-        assert keyed_hash(catalog.secret, "a", "b") == keyed_hash(catalog.secret, "a", "b")
-        assert keyed_hash(catalog.secret, "a", "b") != keyed_hash(catalog.secret, "ab")
-        assert keyed_hash(other.secret, "a", "b") != keyed_hash(catalog.secret, "a", "b")
+        ours, theirs = KeyedHash(catalog.secret), KeyedHash(other.secret)
+        assert ours("a", "b") == ours("a", "b") == hmac.digest(catalog.secret, b"a\0b", "sha256").hex()[:24]
+        assert ours("a", "b") != ours("ab")
+        assert theirs("a", "b") != ours("a", "b")
 
 
 def test_keys_of_schema_0007_keep_working(empty_catalog_url: str, tmp_path: Path) -> None:
