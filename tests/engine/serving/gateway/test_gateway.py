@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import sqlite3
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import httpx
@@ -12,6 +14,7 @@ from prometheus_client import REGISTRY
 from engine.catalog.catalog import Catalog
 from engine.errors import DamagedBytes
 from engine.serving.gateway.asgi import unless_left
+from engine.serving.gateway.call import Unmetered
 from engine.serving.gateway.gateway import Gateway
 from tests.helpers.api_answers import APIS, CHAT, COMPLETIONS, MESSAGES, body_of
 from tests.helpers.gateway_world import CANARY, CHAMPION, make_world, unit_of, warm
@@ -43,6 +46,24 @@ async def test_the_route_is_followed_and_observed(world):
     # The ledger never holds the user's own name.
     assert len({row["unit"] for row in rows}) == 40
     assert not any(row["unit"] == "u3" for row in rows)
+
+
+async def test_a_gateway_without_limits_and_usage_serves_all_the_same(world):
+    """What is optional is handed in: without it requests, texts and models are answered, cold and warm."""
+    world.state.meter = Unmetered()
+    async with world.client() as client:
+        for _ in range(2):
+            response = await client.post(
+                "/v1/completions", json={"model": "sums", "prompt": "1", "user": "u"}
+            )
+            assert response.status_code == 200
+            assert not any(name.startswith("x-ratelimit") for name in response.headers)
+        tokens = await client.post("/tokenize", json={"model": "sums", "prompt": "1"})
+        assert tokens.status_code == 200
+        assert (await client.post("/v1/completions", json={"model": "none"})).status_code == 404
+    assert [fields["status"] for table, fields in world.events.rows if table == "observations"] == [200, 200]
+    with closing(sqlite3.connect(world.usage.path)) as log:
+        assert log.execute("SELECT count(*) FROM requests").fetchone() == (0,)
 
 
 async def test_the_session_header_is_a_unit_and_nobody_is_none(world):
