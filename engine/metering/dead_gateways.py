@@ -6,7 +6,8 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from engine.metering.usage_rows import Metered, Spending, close_row, writing
+from engine.metering.usage_rows import Metered, Spending, close_row
+from engine.metering.usage_schema import writing
 
 OPEN = """
     SELECT seq, id, tenant, key, policy, revision, purpose, at, reserved, repeated FROM requests

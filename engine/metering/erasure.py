@@ -9,7 +9,7 @@ from filelock import FileLock, Timeout
 from engine.errors import ServiceError
 from engine.metering.dead_gateways import close_dead
 from engine.metering.raw_usage import copy_parquet
-from engine.metering.usage_rows import connect, writing
+from engine.metering.usage_schema import connect, writing
 
 EXPORT_S = 60.0
 DELETE = """

@@ -12,7 +12,8 @@ from typing import Any
 import orjson
 from filelock import FileLock, Timeout
 
-from engine.metering.usage_rows import KEPT_DAYS, connect, periods, writing
+from engine.metering.usage_rows import KEPT_DAYS, periods
+from engine.metering.usage_schema import connect, writing
 
 # Rows that were settled this many seconds ago are moved, at most `ROWS` in a transaction: requests wait for
 # its end.

@@ -18,7 +18,7 @@ from sqlalchemy import Connection, case, delete, extract, func, literal, select
 
 from engine.catalog import tables
 from engine.catalog.access import Access
-from engine.metering.usage_rows import connect, writing
+from engine.metering.usage_schema import connect, writing
 
 # A log without news says so this often; one that has not for SILENT_S is lost, or its machine is off.
 BEAT_S, SILENT_S = 60.0, 600.0

@@ -23,7 +23,8 @@ from engine.metering.dead_gateways import alive_file, close_dead
 from engine.metering.raw_usage import export
 from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.shared_usage import SharedUsage
-from engine.metering.usage_rows import Shortage, UsageRows, connect, writing
+from engine.metering.usage_rows import Shortage, UsageRows
+from engine.metering.usage_schema import connect, writing
 from engine.threads import PeriodicThread, Work
 
 SYNC_S = 0.25

@@ -1,90 +1,36 @@
-"""Rows of the usage log: its schema, what a request's row says, and the transaction that closes one."""
+"""Rows of the usage log: what a request's row says, the transactions that write rows, and when they do.
 
+Where requests come together, those of one turn of the event loop are admitted in one commit, which costs most
+of it; the ends of requests are written with those of others.
+"""
+
+import asyncio
 import calendar
+import logging
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.errors import ConfigError, LimitReached
+from prometheus_client import Counter
 
-BUSY_TIMEOUT_MS = 5000
+from engine.errors import LimitReached
+from engine.metering.usage_schema import connect, create, writing
+
+# The end of a request whose client has left.
+LEFT = 499
+# The usage of a request that has ended waits this long for others, to be written in one commit.
+SETTLED_S = 0.02
+# When a write that failed is tried again, if no request comes before.
+AGAIN_S = 1.0
+UNSETTLED = Counter("graftwork_usage_unsettled", "Failed attempts to write the usage of ended requests.")
+log = logging.getLogger("graftwork.meter")
 DAY, MONTH = "day", "month"
 # Days for which counters are kept: a month and its last requests.
 KEPT_DAYS = 40
-# Applied in order; `user_version` counts them.
-SCHEMA = (
-    """
-    CREATE TABLE requests (
-        seq INTEGER PRIMARY KEY, id TEXT NOT NULL, gateway TEXT NOT NULL, at REAL NOT NULL,
-        tenant TEXT NOT NULL, key TEXT NOT NULL, policy TEXT NOT NULL, revision TEXT NOT NULL,
-        purpose TEXT NOT NULL, reserved INTEGER NOT NULL, state TEXT NOT NULL, status INTEGER,
-        prompt INTEGER, completion INTEGER, settled_at REAL
-    ) STRICT;
-    CREATE TABLE spent (
-        subject TEXT NOT NULL, period TEXT NOT NULL, used INTEGER NOT NULL, reserved INTEGER NOT NULL,
-        PRIMARY KEY (subject, period)
-    ) STRICT, WITHOUT ROWID;
-    CREATE TABLE hours (
-        hour INTEGER NOT NULL, tenant TEXT NOT NULL, key TEXT NOT NULL, policy TEXT NOT NULL,
-        revision TEXT NOT NULL, purpose TEXT NOT NULL, requests INTEGER NOT NULL, prompt INTEGER NOT NULL,
-        completion INTEGER NOT NULL, unknown INTEGER NOT NULL,
-        PRIMARY KEY (hour, tenant, key, policy, revision, purpose)
-    ) STRICT, WITHOUT ROWID;
-    CREATE TABLE drawn (
-        subject TEXT NOT NULL, period TEXT NOT NULL, tokens INTEGER NOT NULL, PRIMARY KEY (subject, period)
-    ) STRICT, WITHOUT ROWID;
-    CREATE TABLE exported (file TEXT PRIMARY KEY, first INTEGER NOT NULL, last INTEGER NOT NULL) STRICT;
-    """,
-    # No number of tokens is negative.
-    """
-    ALTER TABLE requests RENAME TO requests_1;
-    CREATE TABLE requests (
-        seq INTEGER PRIMARY KEY, id TEXT NOT NULL, gateway TEXT NOT NULL, at REAL NOT NULL,
-        tenant TEXT NOT NULL, key TEXT NOT NULL, policy TEXT NOT NULL, revision TEXT NOT NULL,
-        purpose TEXT NOT NULL, reserved INTEGER NOT NULL CHECK (reserved >= 0), state TEXT NOT NULL,
-        status INTEGER, prompt INTEGER CHECK (prompt >= 0), completion INTEGER CHECK (completion >= 0),
-        settled_at REAL
-    ) STRICT;
-    INSERT INTO requests SELECT seq, id, gateway, at, tenant, key, policy, revision, purpose, reserved, state,
-        status, max(prompt, 0), max(completion, 0), settled_at FROM requests_1;
-    DROP TABLE requests_1;
-    ALTER TABLE spent RENAME TO spent_1;
-    CREATE TABLE spent (
-        subject TEXT NOT NULL, period TEXT NOT NULL, used INTEGER NOT NULL CHECK (used >= 0),
-        reserved INTEGER NOT NULL, PRIMARY KEY (subject, period)
-    ) STRICT, WITHOUT ROWID;
-    INSERT INTO spent SELECT subject, period, max(used, 0), reserved FROM spent_1;
-    DROP TABLE spent_1;
-    ALTER TABLE hours RENAME TO hours_1;
-    CREATE TABLE hours (
-        hour INTEGER NOT NULL, tenant TEXT NOT NULL, key TEXT NOT NULL, policy TEXT NOT NULL,
-        revision TEXT NOT NULL, purpose TEXT NOT NULL, requests INTEGER NOT NULL,
-        prompt INTEGER NOT NULL CHECK (prompt >= 0), completion INTEGER NOT NULL CHECK (completion >= 0),
-        unknown INTEGER NOT NULL CHECK (unknown >= 0),
-        PRIMARY KEY (hour, tenant, key, policy, revision, purpose)
-    ) STRICT, WITHOUT ROWID;
-    INSERT INTO hours SELECT hour, tenant, key, policy, revision, purpose, requests, max(prompt, 0),
-        max(completion, 0), max(unknown, 0) FROM hours_1;
-    DROP TABLE hours_1;
-    """,
-    # What the catalog that machines share has of this log: the rows that may still change, from an hour on.
-    """
-    CREATE TABLE log (id TEXT NOT NULL, turn INTEGER NOT NULL, since INTEGER NOT NULL) STRICT;
-    INSERT INTO log VALUES (lower(hex(randomblob(16))), 0, 0);
-    CREATE TABLE copied (
-        hour INTEGER NOT NULL, tenant TEXT NOT NULL, key TEXT NOT NULL, policy TEXT NOT NULL,
-        revision TEXT NOT NULL, purpose TEXT NOT NULL, requests INTEGER NOT NULL, prompt INTEGER NOT NULL,
-        completion INTEGER NOT NULL, unknown INTEGER NOT NULL, open INTEGER NOT NULL,
-        reserved INTEGER NOT NULL,
-        PRIMARY KEY (hour, tenant, key, policy, revision, purpose)
-    ) STRICT, WITHOUT ROWID;
-    ALTER TABLE requests ADD COLUMN repeated INTEGER NOT NULL DEFAULT 0;
-    """,
-)
 CLOSE = """
     UPDATE requests SET state = ?, status = ?, prompt = ?, completion = ?, settled_at = ?, revision = ?
     WHERE seq = ? AND state = 'admitted'
@@ -161,50 +107,6 @@ def remaining_s(at: float, period: str) -> float:
         return 86400 - at % 86400
     year, month = (moment.tm_year + 1, 1) if moment.tm_mon == 12 else (moment.tm_year, moment.tm_mon + 1)
     return calendar.timegm((year, month, 1, 0, 0, 0)) - at
-
-
-def create(path: Path) -> None:
-    """Create the database or migrate it to the newest schema; readable by its owner alone.
-
-    Raises `ConfigError` for one that a newer version has written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if not path.exists():
-        path.touch(mode=0o600)
-    with closing(connect(path)) as connection:
-        connection.execute("PRAGMA journal_mode=WAL")
-        with writing(connection):
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            if version > len(SCHEMA):
-                raise ConfigError(
-                    f"{path} has schema {version}, and this version of Graftwork knows {len(SCHEMA)}. "
-                    "Use the newer version, or set another state_dir."
-                )
-            for script in SCHEMA[version:]:
-                for statement in filter(str.strip, script.split(";")):
-                    connection.execute(statement)
-            connection.execute(f"PRAGMA user_version={len(SCHEMA)}")
-
-
-def connect(path: Path) -> sqlite3.Connection:
-    """Open the database. Checkpoints, which wait for the disk, are the background thread's."""
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    connection.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
-    connection.execute("PRAGMA synchronous=NORMAL")
-    connection.execute("PRAGMA wal_autocheckpoint=0")
-    return connection
-
-
-@contextmanager
-def writing(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """Run a transaction that takes the write lock at once."""
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        yield connection
-    except BaseException:
-        connection.execute("ROLLBACK")
-        raise
-    connection.execute("COMMIT")
 
 
 class Spending:
@@ -348,3 +250,104 @@ class UsageRows:
     def settle(self, number: int, asked: Metered, status: int, used: tuple[int, int] | None) -> None:
         """Record what a request used: (prompt, completion) tokens; None: not known, so what it reserved."""
         self.record([(number, asked, status, used)], ())
+
+
+@dataclass(slots=True)
+class Asking:
+    """A request that waits to be recorded; `number` becomes its number, or why it is refused."""
+
+    asked: Metered
+    budgets: Sequence[Budget]
+    number: asyncio.Future[int]
+
+
+class UsageWriter:
+    """When the rows of one gateway are written. For one event loop."""
+
+    def __init__(self, usage: "UsageRows", draw: Callable[[Shortage], bool]):
+        """`draw` draws from shared budgets; it waits for their database, in a thread."""
+        self._usage, self._draw = usage, draw
+        # What is to be written: who asks in this turn of the event loop, and what has ended since.
+        self._asking: list[Asking] = []
+        self._ended: list[Ended] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def admit(self, asked: Metered, budgets: Sequence[Budget], is_alone: bool) -> int:
+        """Record a request and reserve its tokens; return its number for `end`.
+
+        Where it `is_alone`, it waits for no other. What this machine lacks of shared budgets is drawn. Raises
+        `LimitReached`, and `sqlite3.Error` where it cannot be written.
+        """
+        while True:
+            try:
+                return await self._written(asked, budgets, is_alone)
+            except Shortage as short:
+                if not await asyncio.to_thread(self._draw, short):
+                    raise short.refusal from None
+
+    async def _written(self, asked: Metered, budgets: Sequence[Budget], is_alone: bool) -> int:
+        if is_alone:
+            (answer,) = self._record([(asked, budgets)])
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+        loop = asyncio.get_running_loop()
+        asking = Asking(asked, budgets, loop.create_future())
+        if not self._asking:
+            loop.call_soon(self._write)
+        self._asking.append(asking)
+        try:
+            return await asking.number
+        except asyncio.CancelledError:
+            if asking.number.done() and not asking.number.cancelled() and not asking.number.exception():
+                self.end(asking.number.result(), asked, LEFT, (0, 0))
+            raise
+
+    def end(self, number: int, asked: Metered, status: int, used: tuple[int, int] | None) -> None:
+        """Have the end of a request recorded soon, with those of others; `used` as of `Ended`."""
+        self._ended.append((number, asked, status, used))
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(SETTLED_S, self._write_ended)
+
+    def _write_ended(self) -> None:
+        self._timer = None
+        self.flush()
+
+    def flush(self) -> None:
+        """Record the requests that have ended now. On the event loop."""
+        try:
+            if self._ended:
+                self._usage.record(self._ended, ())
+        except sqlite3.Error as error:
+            UNSETTLED.inc()
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(AGAIN_S, self._write_ended)
+            log.warning("The usage of %d requests could not be written: %s", len(self._ended), error)
+        else:
+            self._ended.clear()
+
+    def _write(self) -> None:
+        # A client may have left since.
+        asking = [one for one in self._asking if not one.number.cancelled()]
+        self._asking.clear()
+        answers = self._record([(one.asked, one.budgets) for one in asking])
+        for one, answer in zip(asking, answers, strict=True):
+            if isinstance(answer, Exception):
+                one.number.set_exception(answer)
+            else:
+                one.number.set_result(answer)
+
+    def _record(self, asking: Sequence[tuple[Metered, Sequence[Budget]]]) -> Sequence[int | Exception]:
+        """Record what is asked for; return each one's number, or why it is refused."""
+        try:
+            answers: list[int | Exception] = [*self._usage.record((), asking)]
+            refused = [place for place, answer in enumerate(answers) if isinstance(answer, Exception)]
+            if refused and self._ended:
+                # What has ended may give back what they lack.
+                self.flush()
+                again = self._usage.record((), [asking[place] for place in refused])
+                for place, answer in zip(refused, again, strict=True):
+                    answers[place] = answer
+        except sqlite3.Error as error:
+            return [error] * len(asking)
+        return answers

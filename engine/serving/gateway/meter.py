@@ -4,12 +4,10 @@ Rates and calls under way are counted in memory, by each gateway for itself. Bud
 in the usage log, which all gateways of a machine share, and between machines in their Postgres.
 """
 
-import asyncio
-import logging
 import math
 import sqlite3
 from collections import Counter as Tally
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,9 +18,8 @@ from prometheus_client import Counter
 from engine.catalog.catalog import Key, Tenant
 from engine.errors import LimitReached, ServiceError
 from engine.metering.usage_log import UsageLog
-from engine.metering.usage_rows import Budget, Ended, Metered, Shortage
-from engine.serving.gateway.answers import Used
-from engine.serving.gateway.asgi import CLIENT_LEFT, Header, Refused
+from engine.metering.usage_rows import Metered, UsageWriter
+from engine.serving.gateway.asgi import Header, Refused
 from engine.serving.gateway.call import Call
 from engine.serving.gateway.limits import (
     BYTES_A_TOKEN,
@@ -38,13 +35,7 @@ from engine.serving.gateway.limits import (
 
 # The share of the queue of cold loads that a tenant with policies of its own may take.
 LOAD_SHARE = 0.5
-# The usage of a call that has ended waits this long for others, to be written in one commit.
-SETTLED_S = 0.02
-# When a write that failed is tried again, if no call comes before.
-AGAIN_S = 1.0
 TOKENS = Counter("graftwork_tokens", "Tokens of settled requests.", ["tenant", "kind"])
-UNSETTLED = Counter("graftwork_usage_unsettled", "Failed attempts to write the usage of ended requests.")
-log = logging.getLogger("graftwork.meter")
 RATE_HEADERS = tuple(
     tuple(f"x-ratelimit-{word}-{kind}".encode() for word in ("limit", "remaining", "reset"))
     for kind in ("requests", "tokens")
@@ -68,22 +59,13 @@ class Bill:
     tag: float
 
 
-@dataclass(slots=True)
-class Asking:
-    """A call that waits to be recorded; `number` becomes its number, or why it is refused."""
-
-    asked: Metered
-    budgets: Sequence[Budget]
-    number: asyncio.Future[int]
-
-
 class Meter:
     """Limits and usage of one gateway. Not thread-safe."""
 
     def __init__(
         self, usage: UsageLog, max_model_len: int, load_places: int, template_tokens: int = TEMPLATE_TOKENS
     ):
-        self._usage, self._template_tokens = usage, template_tokens
+        self._usage, self._template_tokens = UsageWriter(usage, usage.draw), template_tokens
         self._context, self._load_places = max_model_len, load_places
         self._buckets: dict[tuple[str, str], TokenBucket] = {}
         self._accounts: dict[str, Account] = {}
@@ -95,10 +77,6 @@ class Meter:
         self._fair = FairShare()
         # Calls under way, all together.
         self._open = 0
-        # What is to be written: who asks in this turn of the event loop, and what has ended since.
-        self._asking: list[Asking] = []
-        self._ended: list[Ended] = []
-        self._timer: asyncio.TimerHandle | None = None
 
     def _account_of(self, call: Call) -> Account:
         """Return the account of the call's rows; rows that have changed make a new one."""
@@ -135,6 +113,10 @@ class Meter:
         finally:
             self._leave(account, 0)
 
+    def flush(self) -> None:
+        """Record the calls that have ended now. On the event loop."""
+        self._usage.flush()
+
     async def open(self, call: Call) -> None:
         """Admit a call within all limits of its key and tenant, and reserve its tokens.
 
@@ -158,7 +140,7 @@ class Meter:
             int(call.state.settings.proxy_sets_id and not call.answer.is_stream),
         )
         try:
-            number = await self._admit(asked, account.budgets)
+            number = await self._usage.admit(asked, account.budgets, is_alone=self._open == 1)
         except BaseException as error:
             self._leave(account, tokens)
             if isinstance(error, LimitReached):
@@ -233,92 +215,12 @@ class Meter:
             asked = asked._replace(revision=digest)
         self._fair.leave(bill.tag)
         self._leave(bill.account, 0 if used is None else asked.reserved - sum(used))
-        self._end(bill.number, asked, call.answer.fault or call.answer.status, used)
+        self._usage.end(bill.number, asked, call.answer.fault or call.answer.status, used)
         if used is None:
             tokens_of(asked.tenant, "unknown").inc(asked.reserved)
         else:
             tokens_of(asked.tenant, "prompt").inc(used[0])
             tokens_of(asked.tenant, "completion").inc(used[1])
-
-    async def _admit(self, asked: Metered, budgets: Sequence[Budget]) -> int:
-        """Record the call; draw from shared budgets what this machine lacks of them."""
-        while True:
-            try:
-                return await self._written(asked, budgets)
-            except Shortage as short:
-                if not await asyncio.to_thread(self._usage.draw, short):
-                    raise short.refusal from None
-
-    async def _written(self, asked: Metered, budgets: Sequence[Budget]) -> int:
-        """Record the call; return its number.
-
-        Where others are under way, those of this turn of the event loop are recorded together.
-        """
-        if self._open == 1:
-            (answer,) = self._record([(asked, budgets)])
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-        loop = asyncio.get_running_loop()
-        asking = Asking(asked, budgets, loop.create_future())
-        if not self._asking:
-            loop.call_soon(self._write)
-        self._asking.append(asking)
-        try:
-            return await asking.number
-        except asyncio.CancelledError:
-            if asking.number.done() and not asking.number.cancelled() and not asking.number.exception():
-                self._end(asking.number.result(), asked, CLIENT_LEFT, (0, 0))
-            raise
-
-    def _end(self, number: int, asked: Metered, status: int, used: Used | None) -> None:
-        """Have the end of a call recorded soon, with those of others."""
-        self._ended.append((number, asked, status, used))
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(SETTLED_S, self._write_ended)
-
-    def _write_ended(self) -> None:
-        self._timer = None
-        self.flush()
-
-    def flush(self) -> None:
-        """Record the calls that have ended now. On the event loop."""
-        try:
-            if self._ended:
-                self._usage.record(self._ended, ())
-        except sqlite3.Error as error:
-            UNSETTLED.inc()
-            if self._timer is None:
-                self._timer = asyncio.get_running_loop().call_later(AGAIN_S, self._write_ended)
-            log.warning("The usage of %d requests could not be written: %s", len(self._ended), error)
-        else:
-            self._ended.clear()
-
-    def _write(self) -> None:
-        # A client may have left since.
-        asking = [one for one in self._asking if not one.number.cancelled()]
-        self._asking.clear()
-        answers = self._record([(one.asked, one.budgets) for one in asking])
-        for one, answer in zip(asking, answers, strict=True):
-            if isinstance(answer, Exception):
-                one.number.set_exception(answer)
-            else:
-                one.number.set_result(answer)
-
-    def _record(self, asking: Sequence[tuple[Metered, Sequence[Budget]]]) -> Sequence[int | Exception]:
-        """Record what is asked for; return each one's number, or why it is refused."""
-        try:
-            answers: list[int | Exception] = [*self._usage.record((), asking)]
-            refused = [place for place, answer in enumerate(answers) if isinstance(answer, Exception)]
-            if refused and self._ended:
-                # What has ended may give back what they lack.
-                self.flush()
-                again = self._usage.record((), [asking[place] for place in refused])
-                for place, answer in zip(refused, again, strict=True):
-                    answers[place] = answer
-        except sqlite3.Error as error:
-            return [error] * len(asking)
-        return answers
 
     def prewarm(self, key: Key, tenant: Tenant, name: str, is_loading: Callable[[str], bool]) -> None:
         """Count an adapter that is loaded ahead of its requests. Raises as `cold_load`."""

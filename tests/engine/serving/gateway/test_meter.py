@@ -12,10 +12,11 @@ import uvicorn
 
 from engine.catalog.catalog import Tenant
 from engine.errors import ConfigError
-from engine.serving.gateway import meter as metering
+from engine.metering import usage_rows
+from engine.metering.usage_rows import SETTLED_S
 from engine.serving.gateway.call import Call
 from engine.serving.gateway.limits import FairShare, TokenBucket
-from engine.serving.gateway.meter import SETTLED_S, Meter
+from engine.serving.gateway.meter import Meter
 from tests.helpers.api_answers import APIS, COMPLETIONS, MESSAGES, RESPONSES, body_of
 from tests.helpers.gateways import World, open_world
 from tests.helpers.live import free_port
@@ -423,7 +424,7 @@ async def test_an_end_that_could_not_be_written_is_written_without_another_reque
     await world.state.meter.open(call)
     record = world.usage.record
     busy = Mock(side_effect=sqlite3.OperationalError("database is locked"))
-    monkeypatch.setattr(metering, "AGAIN_S", 0.05)
+    monkeypatch.setattr(usage_rows, "AGAIN_S", 0.05)
     monkeypatch.setattr(world.usage, "record", busy)
     world.state.meter.settle(ended(call, (1, 1)))
     async with asyncio.timeout(60):
