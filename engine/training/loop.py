@@ -6,12 +6,12 @@ between still train. Each row records the revision that sampled. A restarted run
 revision, or from the newest one when that revision has expired.
 """
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop_after_delay, wait_fixed
@@ -21,10 +21,9 @@ from engine.errors import Conflict, NotFound, ServiceError
 from engine.problems.procedural import check_task, stream
 from engine.settings.params import Params, content_hash
 from engine.settings.policies import PolicyConfig
-from engine.training import rollout_data
 from engine.training.collapse import refuse_collapse, warning
 from engine.training.reward_signal import refuse_without_signal
-from engine.training.rollout_data import Drawn, Sampler
+from engine.training.rollout_data import Drawn, Sampler, build_data, judge, refill, teaches
 from engine.training.run import Run, prepare
 from engine.training.service.protocol import AdamParams, Exported, SessionInfo
 from engine.training.service.train_step import TrainStep
@@ -37,6 +36,8 @@ STEP_ATTEMPTS = 3
 # What a row holds for a restarted run, and the ledger does not: the revision that was exported before the
 # step, and the position in the stream of replacements.
 FOR_RESTARTS = ("handed", "replaced")
+# Added to a group's spread, by which its advantages are divided.
+EPSILON = 1e-6
 # The trainer frees the session of a killed writer when its lease ends.
 TAKE_OVER_S = 40.0
 
@@ -66,7 +67,7 @@ def train(
     `no_signal_steps` steps in a row had nothing to learn from, or when it is to stop at a collapse.
     """
     check_task(config.task)
-    began = time.monotonic()
+    began = monotonic()
     with closing(prepare(params, policy, config, key)) as run:
         session = open_session(run)
         while session.step < config.steps:
@@ -78,7 +79,7 @@ def train(
         exported = export_revision(run, session)
         run.client.close_session(session)
     assert exported.directory is not None
-    seconds = time.monotonic() - began
+    seconds = monotonic() - began
     return Trained(
         policy, session.session, exported.digest, exported.directory, exported.step, seconds, session.history
     )
@@ -137,55 +138,61 @@ def next_step(run: Run, session: SessionInfo) -> SessionInfo:
 
 
 def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
-    """Take one step: export the adapter, sample, score, send the gradients and apply them."""
+    """Take one step: sample, judge, advantages, gradients, optimizer step, record.
+
+    _P problems, _G samples of one problem.
+    """
+    import torch
+
     from engine.training.loss.grpo import loss_of
 
-    config, began = run.config, time.monotonic()
-    handed = run.client.export(session) if session.step or session.parent else None
-    newest = Sampler(session.step, handed.digest if handed else None)
-    asked = time.monotonic()
-    drawn = samples_of(run, session, newest)
-    sampled = time.monotonic()
-    judged, first_s = rollout_data.judge(run.verifier, drawn), drawn.seconds
+    config, client, rule, began = run.config, run.client, loss_of(run.config.loss), monotonic()
+    # Sample, from the adapter as it is now or, with staleness, as it was.
+    handed = client.export(session) if session.step or session.parent else None
+    newest, asked = Sampler(session.step, handed.digest if handed else None), monotonic()
+    drawn, sampled = samples_of(run, session, newest), monotonic()
+    # Judge.
+    judged, first_s = judge(run.verifier, drawn), drawn.seconds
     replaced = session.history[-1].get("replaced", 0) if session.history else 0
-    if loss_of(config.loss).drops:
-        drawn, judged, replaced = rollout_data.refill(
-            run.source, run.verifier, session.step, drawn, judged, replaced
-        )
+    if rule.drops:
+        drawn, judged, replaced = refill(run.source, run.verifier, session.step, drawn, judged, replaced)
     refill_s = drawn.seconds - first_s
-    data, kept = rollout_data.build_data(drawn, judged, config)
-    scored = time.monotonic()
-    metrics = run.client.forward_backward(
+    # Advantage: DeepSeekMath (arXiv 2402.03300), section 4.1.2; not by spread: Dr. GRPO (2503.20783), 3.2.
+    rewards_PG = torch.tensor(judged.table(len(drawn.groups[0])))
+    advantages_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
+    if rule.by_spread:
+        advantages_PG /= rewards_PG.std(dim=1, keepdim=True, correction=0) + EPSILON
+    # Forward and backward.
+    data, scored = build_data(drawn, judged, advantages_PG.tolist(), config), monotonic()
+    found = client.forward_backward(
         session, data, config.loss, config.loss_sent(), router_replay=run.source.replays
     )["metrics"]
-    learned = time.monotonic()
+    learned = monotonic()
+    # The row of the step. What only a restarted run reads of it is in `FOR_RESTARTS`.
     step = TrainStep(
         policy=run.policy,
         session=session.session,
         step=session.step + 1,
         loss_fn=config.loss,
         staleness=float(session.step - drawn.sampler.step),
-        groups_kept=kept,
-        kept=kept / len(drawn.groups),
         **drawn.row(),
         **judged.row(),
-        **metrics,
+        **found,
         wait_s=sampled - asked + refill_s,
         reward_s=scored - sampled - refill_s,
         update_s=learned - scored,
         handoff_s=handed.seconds if handed else 0.0,
-        backpressure_s=run.client.backpressure_s.pop(session.session, 0.0),
-        tokens_per_s=metrics["tokens"] / (learned - began),
+        backpressure_s=client.backpressure_s.pop(session.session, 0.0),
+        tokens_per_s=found["tokens"] / (learned - began),
     )
     row = {**step.row(), "handed": newest.digest, "replaced": replaced}
-    if config.collapse != "ignore":
-        row["collapse"] = warning((*session.history, row), drawn)
-    skip = not rollout_data.teaches(judged, config, metrics["learned_tokens"])
+    row["collapse"] = None if config.collapse == "ignore" else warning((*session.history, row), drawn)
+    # Optimizer step, which stores the session with the row; the same row, with the norm, goes to the ledger.
     adam = AdamParams(learning_rate=learning_rate(config, session.step))
-    done = run.client.optim_step(session, adam, position=drawn.position, record=row, skip=skip)
-    history = (*session.history, row | done)
-    record_step(run, history[-1])
-    return replace(session, step=done["step"], position=drawn.position, history=history)
+    skip = not teaches(judged, config, found["learned_tokens"])
+    row |= client.optim_step(session, adam, position=drawn.position, record=row, skip=skip)
+    record_step(run, row)
+    return replace(session, step=row["step"], position=drawn.position, history=(*session.history, row))
 
 
 def learning_rate(config: PolicyConfig, step: int) -> float:

@@ -190,6 +190,10 @@ class Judged:
         """Say for each group whether its samples differ in reward; without spread all advantages are zero."""
         return [rewards is not None and has_spread(rewards) for rewards in self.rewards]
 
+    def table(self, size: int) -> list[Sequence[float]]:
+        """Return the rewards of each group; a group that the verifier failed on has `size` zeros."""
+        return [[0.0] * size if rewards is None else rewards for rewards in self.rewards]
+
     def plus(self, other: "Judged") -> "Judged":
         """Return these rewards and those of `other`."""
         return Judged([*self.rewards, *other.rewards], self.errors + other.errors)
@@ -202,6 +206,8 @@ class Judged:
             "reward": fmean(every) if every else None,
             "reward_std": pstdev(every) if every else None,
             "zero_spread": fmean(not has_spread(rewards) for rewards in sound) if sound else None,
+            "groups_kept": sum(self.teaching),
+            "kept": fmean(self.teaching),
             "verifier_errors": self.errors.total(),
             "verifier_faults": dict(self.errors),
         }
@@ -237,32 +243,30 @@ def refill(
     return drawn.plus(more), judged.plus(judge(verifier, more)), position
 
 
-def build_data(drawn: Drawn, judged: Judged, config: PolicyConfig) -> tuple[list[Datum], int]:
-    """Return the samples for the loss with their advantages, and the number of groups that teach.
+def build_data(
+    drawn: Drawn, judged: Judged, advantages: Sequence[Sequence[float]], config: PolicyConfig
+) -> list[Datum]:
+    """Return the samples for the loss with their advantages, which are 0 in a group that does not teach.
+
+    The mean of equal rewards differs from them by its rounding, and Adam would make a whole step of that.
 
     A loss that drops groups without spread gets the first `config.groups` that have some. When no group has
-    any, only a KL term or a custom loss teaches. For other losses one group is returned, with advantage zero:
-    enough to measure the importance ratio, without a pass over the whole batch; `teaches` skips the step.
+    any, only a KL term or a custom loss teaches. For other losses one group is returned: enough to measure
+    the importance ratio, without a pass over the whole batch; `teaches` skips the step.
     """
-    import torch
+    from engine.training.loss.grpo import loss_of
 
-    from engine.training.loss.grpo import group_advantages, loss_of
-
-    size, rule = len(drawn.groups[0]), loss_of(config.loss)
-    rewards_PG = torch.tensor([[0.0] * size if group is None else group for group in judged.rewards])
-    advantages = group_advantages(rewards_PG, rule.by_spread).tolist()
     teaching = list(compress(range(len(drawn.groups)), judged.teaching))
     sound = [p for p, group in enumerate(judged.rewards) if group is not None or not judged.sound]
     if not teaching and not learns_without_spread(config):
         used = sound[:1]
     else:
-        used = teaching[: config.groups] if rule.drops and teaching else sound
-    data = [
-        datum(drawn.prompts[p], sample, advantages[p][g])
+        used = teaching[: config.groups] if loss_of(config.loss).drops and teaching else sound
+    return [
+        datum(drawn.prompts[p], sample, advantages[p][g] if judged.teaching[p] else 0.0)
         for p in used
         for g, sample in enumerate(drawn.groups[p])
     ]
-    return data, len(teaching)
 
 
 def learns_without_spread(config: PolicyConfig) -> bool:

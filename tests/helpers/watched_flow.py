@@ -58,7 +58,7 @@ def main() -> None:
 
     phases = (
         (TrainerClient, "create_session", "open"), (TrainerClient, "export", "export"),
-        (rollout_data, "draw", "rollouts"), (rollout_data, "judge", "reward"),
+        (rollout_data, "draw", "rollouts"), (rollout_data, "judge", "reward"), (loop, "judge", "reward"),
         (TrainerClient, "forward_backward", "forward_backward"), (TrainerClient, "optim_step", "optim_step"),
     )  # fmt: skip
     with ExitStack() as stack:

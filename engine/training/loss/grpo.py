@@ -1,9 +1,9 @@
-"""Policy losses as pure functions: group advantages, and each loss with its paper.
+"""Policy losses as pure functions, each with its paper.
 
 A loss returns a term for each token and the mask of clipped tokens. `LOSSES` says what the mean is taken
 over: it needs the whole batch, so `objective.py` weights the terms by `Tokens.weight_T`.
 
-Shape suffixes: _P problems, _G samples of one problem, _T completion tokens one after another, _N sequences.
+Shape suffixes: _P pairs, _T completion tokens one after another, _N sequences.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from engine.errors import ConfigError
-from engine.problems.verifiers import ROUNDING
 from engine.settings.own_functions import load_own
 
 
@@ -216,18 +215,3 @@ def _own(function: Callable[[Tokens, Settings], Tensor], tokens: Tokens, setting
     if not isinstance(term_T, Tensor) or term_T.shape != tokens.new_T.shape or not term_T.requires_grad:
         raise ConfigError("A custom loss must return a tensor of the shape of new_T that depends on new_T.")
     return _free(term_T)
-
-
-def group_advantages(rewards_PG: Tensor, by_spread: bool = True, eps: float = 1e-6) -> Tensor:
-    """Return each sample's advantage (P, G): its reward minus its group's mean, and by the group's spread.
-
-    With `by_spread` it is divided by the group's standard deviation plus `eps`: DeepSeekMath (arXiv
-    2402.03300), section 4.1.2, outcome supervision. Without: Dr. GRPO (arXiv 2503.20783), section 3.2.
-    A group without spread has zeros: the mean of equal rewards differs from them by its rounding, and Adam
-    would make a whole step of that.
-    """
-    is_flat_P = rewards_PG.amax(dim=1) - rewards_PG.amin(dim=1) <= ROUNDING
-    centred_PG = (rewards_PG - rewards_PG.mean(dim=1, keepdim=True)).masked_fill(is_flat_P[:, None], 0.0)
-    if not by_spread:
-        return centred_PG
-    return centred_PG / (rewards_PG.std(dim=1, keepdim=True, correction=0) + eps)

@@ -31,11 +31,12 @@ from engine.training.loop import (
     samples_of,
     train,
 )
-from engine.training.rollout_data import Drawn, Judged, Sampler, build_data, judge
+from engine.training.rollout_data import Drawn, Judged, Sampler, judge
 from engine.training.rollouts import Sample, sample_groups
 from engine.training.service.protocol import SessionInfo
 from engine.training.spread import Engines
 from tests.helpers.live import RunningEngine, free_port, stop_group
+from tests.helpers.taken_step import take_step
 
 STEPS = 4
 # Of one token's ratio in float32: measured 1e-6, over 4 handoffs and over 100.
@@ -270,15 +271,15 @@ def test_a_verifier_that_hangs_costs_its_group_one_limit(rules: None) -> None:
     assert row["verifier_faults"] == {"timeout": 1}
     # A loss that sees every group still does not see the one without rewards.
     for loss, seen in (("dapo", 3), ("grpo", 6)):
-        data, kept = build_data(drawn, judged, config.model_copy(update={"loss": loss}))
-        assert (len(data), kept) == (seen, 1)
+        data, row = take_step(drawn, judged, config.model_copy(update={"loss": loss}))
+        assert (len(data), row["groups_kept"]) == (seen, 1)
 
 
 def test_when_every_group_fails_nothing_is_learned(rules: None) -> None:
     drawn = answers(["a", "b"], ["c", "d"])
     judged = Judged([None, None], Counter({"raised KeyError": 2}))
-    data, kept = build_data(drawn, judged, PolicyConfig(task="addition", suite="x"))
-    assert kept == 0
+    data, row = take_step(drawn, judged, PolicyConfig(task="addition", suite="x"))
+    assert row["groups_kept"] == 0
     assert not judged.sound
     # Nobody earned nothing: a reward of zero would be read as a collapse.
     assert {judged.row()[name] for name in ("reward", "reward_std", "zero_spread")} == {None}

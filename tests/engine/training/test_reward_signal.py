@@ -21,13 +21,14 @@ from engine.training import loop, rollout_data
 from engine.training.lineage import Line
 from engine.training.loop import Trained, train
 from engine.training.reward_signal import Trial
-from engine.training.rollout_data import Drawn, Judged, Sampler, Source, build_data, draw, judge, refill
+from engine.training.rollout_data import Drawn, Judged, Sampler, Source, draw, judge, refill
 from engine.training.rollouts import Sample, Sampling
 from engine.training.run import Run
 from engine.training.service.protocol import Datum, Exported, SessionInfo
 from tasks import tryout
 from tests.helpers.command_line import graftwork
 from tests.helpers.live import free_port
+from tests.helpers.taken_step import take_step
 
 CONFIG = PolicyConfig(task="addition", suite="s", groups=4, group_size=2, steps=6, refills=0)
 FLAT, SPREAD = (0.0, 0.0), (1.0, 0.0)
@@ -149,11 +150,11 @@ def test_without_spread_one_group_is_enough_to_measure_the_ratio(loss: str, kl: 
         update={"loss": loss, "loss_config": CONFIG.loss_config.model_copy(update={"kl": kl})}
     )
     judged = Judged([None, FLAT, (1.0, 1.0), FLAT], Counter())
-    data, teaching = build_data(drawn, judged, config)
-    assert (len(data), teaching) == (sent, 0)
+    data, row = take_step(drawn, judged, config)
+    assert (len(data), row["groups_kept"]) == (sent, 0)
     assert data[0].model_input.chunks[0].tokens[0] == 6
-    data, teaching = build_data(drawn, replace(judged, rewards=[None, FLAT, SPREAD, FLAT]), config)
-    assert (len(data), teaching) == (2 if loss == "dapo" else 6, 1)
+    data, row = take_step(drawn, replace(judged, rewards=[None, FLAT, SPREAD, FLAT]), config)
+    assert (len(data), row["groups_kept"]) == (2 if loss == "dapo" else 6, 1)
 
 
 def test_training_stops_after_steps_without_a_gradient(trained: Any) -> None:
@@ -239,9 +240,9 @@ def test_groups_without_spread_are_replaced_by_other_problems(asked: Any) -> Non
         6,
         source(config).problems(0)[1],
     )
-    data, teaching = build_data(drawn, judged, config)
+    data, row = take_step(drawn, judged, config)
     # Each of two samples, of the first four groups that teach.
-    assert (len(data), teaching) == (8, 6)
+    assert (len(data), row["groups_kept"]) == (8, 6)
     assert all(any(datum.loss_fn_inputs["advantages"].data) for datum in data)
     # The next step's replacements are others, and a step that is repeated gets the same.
     again = filled(config, Judge(SPREAD, FLAT, SPREAD, FLAT, *[SPREAD] * 4))

@@ -13,13 +13,13 @@ from engine.settings.policies import PolicyConfig
 from engine.training.loss.grpo import (
     LOSSES,
     Tokens,
-    group_advantages,
     kl_to_base,
     loss_of,
 )
 from engine.training.model.objective import Objective
-from engine.training.rollout_data import Drawn, Judged, Sampler, build_data, teaches
+from engine.training.rollout_data import Drawn, Judged, Sampler, teaches
 from engine.training.rollouts import Sample
+from tests.helpers.taken_step import take_step
 
 # A group of two answers of two tokens each. Ratios trainer/sampler 1.5, 0.9 and 0.5, 1.1; advantages 1, -1.
 RATIO = torch.tensor([1.5, 0.9, 0.5, 1.1])
@@ -45,30 +45,39 @@ def value(loss: str, tokens: Tokens, **config) -> torch.Tensor:
     return Objective.of(loss, config).terms(tokens)[0].sum()
 
 
+def advantages(rewards: list[list[float]], loss: str = "grpo") -> list[list[float]]:
+    """The advantages that a step sends for groups with these rewards."""
+    answer, size = Sample((4, 5), (-1.0, -2.0), "x", False), len(rewards[0])
+    drawn = Drawn(Sampler(0, None), (), ((1, 2),) * len(rewards), ((answer,) * size,) * len(rewards), 0, 0.0)
+    config = PolicyConfig(task="addition", suite="s", group_size=size).model_copy(update={"loss": loss})
+    data, _ = take_step(drawn, Judged(rewards, Counter()), config)
+    found = [datum.loss_fn_inputs["advantages"].data[-1] for datum in data]
+    return [found[begin : begin + size] for begin in range(0, len(found), size)]
+
+
 def test_advantages_of_a_group_by_hand():
     """Rewards 1, 0, 0, 0: mean 1/4, spread sqrt(3)/4, so sqrt(3) and -1/sqrt(3); Dr. GRPO: 3/4 and -1/4."""
-    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
-    found = group_advantages(rewards, eps=0.0)[0]
-    torch.testing.assert_close(found, torch.tensor([math.sqrt(3), *[-1 / math.sqrt(3)] * 3]))
-    assert group_advantages(rewards, by_spread=False)[0].tolist() == [0.75, -0.25, -0.25, -0.25]
+    rewards = [[1.0, 0.0, 0.0, 0.0]]
+    assert advantages(rewards)[0] == pytest.approx([math.sqrt(3), *[-1 / math.sqrt(3)] * 3], rel=1e-5)
+    assert advantages(rewards, "dr_grpo")[0] == [0.75, -0.25, -0.25, -0.25]
     assert [name for name, loss in LOSSES.items() if not loss.by_spread] == ["dr_grpo"]
 
 
 def test_a_group_that_agrees_teaches_nothing():
     rewards = [[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]]
     assert Judged(rewards, Counter()).teaching == [False, False, True]
-    assert torch.equal(group_advantages(torch.tensor(rewards))[:2], torch.zeros(2, 2))
+    assert advantages(rewards)[:2] == [[0.0, 0.0]] * 2
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 6, 7, 8, 10, 12, 16, 31])
-@pytest.mark.parametrize("by_spread", [True, False])
-def test_equal_rewards_give_exact_zeros(size: int, by_spread: bool):
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo"])
+def test_equal_rewards_give_exact_zeros(size: int, loss: str):
     """The float32 mean of equal numbers is not the number; Adam makes a whole step of the difference."""
     rewards = [[tenth / 10] * size for tenth in range(11)]
     rounded = [[0.1 + 0.2, *[0.3] * (size - 1)], [1 / 3] * size]
-    found = group_advantages(torch.tensor([*rewards, *rounded, [1.0, *[0.0] * (size - 1)]]), by_spread)
-    assert torch.equal(found[:-1], torch.zeros(13, size))
-    assert found[-1].all()
+    found = advantages([*rewards, *rounded, [1.0, *[0.0] * (size - 1)]], loss)
+    assert found[:-1] == [[0.0] * size] * 13
+    assert all(found[-1])
 
 
 @pytest.mark.parametrize("loss", [name for name, rule in LOSSES.items() if rule.sampled])
@@ -80,9 +89,9 @@ def test_where_all_groups_agree_no_loss_moves_the_adapter(loss: str, size: int):
     for tenth in range(1, 10):
         drawn = Drawn(Sampler(0, None), (), ((1, 2),), ((answer,) * size,), 0, 0.0)
         judged = Judged([[tenth / 10] * size], Counter())
-        data, kept = build_data(drawn, judged, config)
+        data, row = take_step(drawn, judged, config)
         given = [datum.loss_fn_inputs["advantages"].data[-2:] for datum in data]
-        assert (kept, given, judged.row()["zero_spread"]) == (0, [[0.0, 0.0]] * size, 1)
+        assert (row["groups_kept"], given, row["zero_spread"]) == (0, [[0.0, 0.0]] * size, 1)
     settings = {"budget": 2} if loss == "dr_grpo" else {}
     tokens = group(loss=loss, advantage=torch.tensor([*given[0], *given[1]]), **settings)
     value(loss, tokens, **settings).backward()

@@ -11,9 +11,10 @@ from engine.settings.losses import LossConfig, loss_config
 from engine.settings.policies import PolicyConfig
 from engine.training.loss.grpo import LOSSES, Tokens
 from engine.training.model.objective import Objective
-from engine.training.rollout_data import Drawn, Judged, Sampler, build_data
+from engine.training.rollout_data import Drawn, Judged, Sampler
 from engine.training.rollouts import Sample
 from tests.helpers.loss_reference import BUDGET, reference
+from tests.helpers.taken_step import take_step
 
 LENGTHS = (4, 1, 3, 6, 2, 5)
 SAMPLED = [name for name, loss in LOSSES.items() if loss.sampled]
@@ -160,7 +161,7 @@ def test_each_loss_gets_the_groups_and_advantages_of_its_paper():
         "dro": [1, -1],
     }.items():
         config = PolicyConfig(task="addition", suite="s").model_copy(update={"loss": loss})
-        data, teaching = build_data(drawn, judged, config)
+        data, row = take_step(drawn, judged, config)
         found = [datum.loss_fn_inputs["advantages"].data[-1] for datum in data]
         assert found == pytest.approx(want, abs=1e-5)
-        assert teaching == 1
+        assert row["groups_kept"] == 1
