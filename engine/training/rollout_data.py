@@ -24,9 +24,8 @@ from engine.settings.params import content_hash, served_name
 from engine.settings.policies import PolicyConfig
 from engine.threads import background
 from engine.training.lineage import Line
-from engine.training.rollouts import Sample, Sampling, sample_groups
+from engine.training.rollouts import Engines, Sample, Sampling, sample_groups, sample_over
 from engine.training.service.protocol import Datum, EncodedText, ModelInput, TensorData
-from engine.training.spread import Engines, sample_over
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from engine.settings.params import Params
 from engine.settings.policies import PolicyConfig
 from engine.training.lineage import Line, line_of
 from engine.training.rollout_data import Ahead, Source
+from engine.training.rollouts import Engines
 from engine.training.service.client import TrainerClient
-from engine.training.spread import Engines
 
 
 @dataclass(frozen=True)

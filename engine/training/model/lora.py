@@ -21,8 +21,7 @@ from engine.adapters.revision import validate
 from engine.base.families import BaseShapes
 from engine.training.model.adapter import Adapter, Part, by_pattern, chosen_sites, ranks_at, sites_of
 from engine.training.model.experts import SlottedExperts, slotted_experts
-from engine.training.model.head import ChosenLogprobs
-from engine.training.model.linear import SlottedLinear
+from engine.training.model.linear import ChosenLogprobs, SlottedLinear
 from engine.training.model.microbatches import microbatches
 from engine.training.model.packing import IMPLEMENTATION, Stream, TokenRow, can_pack, pack, use_packing
 from engine.training.model.replay import Replay
@@ -68,7 +67,7 @@ class ResidentBase:
             **{name: self._slot(name, SlottedLinear) for name in self.shapes.linear},
             **{name: self._slot(name, slotted_experts) for name in self.shapes.experts},
         }
-        self.replay = Replay(self.model, self.shapes)
+        self.replay, self.has_routers = Replay(self.model, self.shapes), bool(self.shapes.experts)
 
     def _load(self, path: Path, dtype: torch.dtype) -> Any:
         """Return the model on the device."""
@@ -135,7 +134,8 @@ class ResidentBase:
 
     @contextmanager
     def _switched(self, parts: Sequence[Part]) -> Iterator[None]:
-        self.replay.forget()
+        if self.has_routers:
+            self.replay.forget()
         for name, slotted in self.slotted.items():
             slotted.switch(name, parts)
         try:
@@ -143,7 +143,8 @@ class ResidentBase:
         finally:
             for name, slotted in self.slotted.items():
                 slotted.switch(name, ())
-            self.replay.lay((), self.device)
+            if self.has_routers:
+                self.replay.lay((), self.device)
 
     def pack(self, parts: Sequence[Sequence[TokenRow]]) -> Stream:
         """Return rows of several adapters as one stream for `logprobs` under `using_many`."""
@@ -168,14 +169,16 @@ class ResidentBase:
         if not isinstance(rows, Stream):
             return self.hidden(self.pack([rows])) if self.packs else self._padded(rows)
         stream = rows
-        self.replay.lay(stream.routes, self.device)
+        if self.has_routers:
+            self.replay.lay(stream.routes, self.device)
         found = self.model.get_decoder()(
             stream.tokens[None],
             position_ids=stream.positions[None],
             use_cache=False,
             layout=stream.layout,
         )
-        self.replay.count(stream.before)
+        if self.has_routers:
+            self.replay.count(stream.before)
         return found.last_hidden_state[0].index_select(0, stream.before), stream.chosen
 
     def _padded(self, rows: Sequence[TokenRow]) -> tuple[Tensor, Tensor]:
@@ -192,9 +195,11 @@ class ResidentBase:
             )
         )
         decoder = self.model.get_decoder()
-        self.replay.lay(((row.routes, width) for row in rows), self.device)
+        if self.has_routers:
+            self.replay.lay(((row.routes, width) for row in rows), self.device)
         hidden_BSH = decoder(tokens_BS.to(self.device), use_cache=False).last_hidden_state
-        self.replay.count(before_T)
+        if self.has_routers:
+            self.replay.count(before_T)
         return hidden_BSH.flatten(0, 1).index_select(0, before_T), chosen_T
 
     def score(

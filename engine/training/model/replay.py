@@ -61,10 +61,8 @@ class Replay:
             gate = model.get_submodule(f"{path.rpartition('.')[0]}.gate")
             gate.register_forward_hook(partial(self._choose, int(path.split(".")[2])))
 
-    def check(self, routes_PLK: Tensor | None) -> None:
-        """Raise `ConfigError` unless the ids, if any, fit this base's layers and experts."""
-        if routes_PLK is None:
-            return
+    def check(self, routes_PLK: Tensor) -> None:
+        """Raise `ConfigError` unless the ids fit this base's layers and experts."""
         known = not routes_PLK.numel() or 0 <= int(routes_PLK.min()) <= int(routes_PLK.max()) < self.experts
         if routes_PLK.shape[1:] != self.shape or not known:
             raise ConfigError(

@@ -215,7 +215,7 @@ def _learn(base: ResidentBase, pieces: Sequence[tuple[_CallState, list[int]]]) -
             base_parts = base.logprobs(rows).split(sizes)
     with switched:
         new_T, entropy_T = base.logprobs_and_entropy(rows)
-        routed = base.replay.take()
+        routed = base.replay.take() if base.has_routers else (0, 0)
         found = zip(pieces, new_T.split(sizes), entropy_T.split(sizes), base_parts, strict=True)
         gradients = [
             one.learn(batch, new, entropy, base_T if one.objective.needs_base else None, routed)

@@ -187,8 +187,8 @@ def load_trainer(params: Params, ranks: "Ranks | None" = None) -> "Trainer":
     from engine.catalog.catalog import open_catalog
     from engine.planning.gpu import cuda_bytes, planned
     from engine.shared_cores import SharedCores
-    from engine.training.service.capacity import FREE_SHARE
     from engine.training.service.export import Exporter
+    from engine.training.service.sessions import FREE_SHARE
     from engine.training.service.trainer import Trainer
 
     # The plan is of a GPU with trainer and engine, each with the whole base.

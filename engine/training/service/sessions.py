@@ -14,16 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import Busy, ConfigError, Conflict, NotFound, ServiceError
+from engine.planning.memory import TRAINED_BYTES
 from engine.training.model.adapter import by_pattern, chosen_sites
 from engine.training.model.lora import ResidentBase
 from engine.training.service import state
-from engine.training.service.capacity import bytes_of
 from engine.training.service.journal import Journal
 from engine.training.service.protocol import CreateSession, SessionRequest
 from engine.training.service.session import CURRENT, SHAPE, Session, settings_of, state_file
 from engine.training.service.session_deletion import LEASE_S, open_sentence, refuse_open, remove_sessions
 
 NEVER = float("-inf")
+# Share of the memory that is free once the base is loaded. The rest is for activations, for one session's
+# temporary copies (earlier gradients, the state being stored), and for the engine on the same machine.
+FREE_SHARE = 0.25
 
 
 @dataclass
@@ -99,7 +102,10 @@ class Sessions:
         assert opened.targets is not None
         chosen = chosen_sites(self.base.sites, opened.targets)
         ranks = by_pattern(chosen, opened.rank, opened.ranks or {})
-        return sum(bytes_of(site, ranks[name]) for name, site in chosen.items())
+        values = (
+            ranks[name] * (site.inputs + site.outputs) * max(1, site.experts) for name, site in chosen.items()
+        )
+        return TRAINED_BYTES * sum(values)
 
     def hear(self, name: str, fence: int) -> bool:
         """Renew the lease of the writer with this fence; say whether it still holds the session.
@@ -173,10 +179,11 @@ class Sessions:
 
     def keep(self, session: Session) -> None:
         """Keep a session in memory and renew its writer's lease."""
-        opened = session.opened
+        known, opened = self._known.get(session.name), session.opened
+        size = known.bytes if known and known.session is session else self.bytes_of(opened)
         self._journals[session.name] = session.journal
         self._known[session.name] = Known(
-            opened, session.fence, time.monotonic(), self.bytes_of(opened), session.step, session
+            opened, session.fence, time.monotonic(), size, session.step, session
         )
 
     def release(self, name: str) -> None:

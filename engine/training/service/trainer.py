@@ -19,6 +19,7 @@ from engine.settings.own_functions import refuse_unlisted
 from engine.settings.params import Params
 from engine.shared_cores import SharedCores
 from engine.state_metrics import StateMetrics
+from engine.training.loss.grpo import LOSSES
 from engine.training.model.lora import ResidentBase
 from engine.training.model.objective import Objective
 from engine.training.model.packing import Example
@@ -167,7 +168,8 @@ class Trainer:
     def _called(self, request: protocol.ForwardBackward) -> tuple[Session, Call]:
         session, given = self.sessions.writable(request), request.forward_backward_input
         session.expect(request.gathered)
-        refuse_unlisted("loss", given.loss_fn, self.params.python_modules)
+        if given.loss_fn not in LOSSES:
+            refuse_unlisted("loss", given.loss_fn, self.params.python_modules)
         data, sums = self._examples(given), given.reduction == "sum"
         call = Call(session.adapter, data, given.loss_fn, given.loss_fn_config, given.router_replay, sums)
         return session, call
@@ -200,15 +202,12 @@ class Trainer:
     def _perform(self, operations: Sequence[Operation]) -> None:
         """Carry out operations of different sessions: in one pass where possible, else one by one."""
         with self.cores.computing() if self.cores else nullcontext():
-            self._perform_each(operations)
-
-    def _perform_each(self, operations: Sequence[Operation]) -> None:
-        found = self._in_one_pass(operations) if len(operations) > 1 else {}
-        for operation in operations:
-            if operation in found:
-                operation.future.set_result(found[operation])
-            else:
-                operation.perform()
+            found = self._in_one_pass(operations) if len(operations) > 1 else {}
+            for operation in operations:
+                if operation in found:
+                    operation.future.set_result(found[operation])
+                else:
+                    operation.perform()
 
     def _in_one_pass(self, operations: Sequence[Operation]) -> dict[Operation, dict[str, Any]]:
         """Return the results of a shared pass; empty after any error or cancellation.
@@ -245,7 +244,8 @@ class Trainer:
     def _examples(self, given: protocol.ForwardBackwardInput) -> list[Example]:
         examples = examples_of(given)
         for example in examples:
-            self.base.replay.check(example.row.routes)
+            if example.row.routes is not None:
+                self.base.replay.check(example.row.routes)
         return examples
 
     def optim_step(self, request: protocol.OptimStep) -> dict[str, Any]:

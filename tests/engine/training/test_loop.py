@@ -32,9 +32,8 @@ from engine.training.loop import (
     train,
 )
 from engine.training.rollout_data import Drawn, Judged, Sampler, judge
-from engine.training.rollouts import Sample, sample_groups
+from engine.training.rollouts import Engines, Sample, sample_groups
 from engine.training.service.protocol import SessionInfo
-from engine.training.spread import Engines
 from tests.helpers.live import RunningEngine, free_port, stop_group
 from tests.helpers.taken_step import take_step
 

@@ -21,8 +21,7 @@ from engine.threads import background
 from engine.training import rollout_data
 from engine.training.lineage import Line
 from engine.training.rollout_data import Source
-from engine.training.rollouts import Sample, Sampling, sample_groups
-from engine.training.spread import Engines, sample_over
+from engine.training.rollouts import Engines, Sample, Sampling, sample_groups, sample_over
 from tests.helpers.live import eventually, free_port, start_engine, stop_engine
 
 SAMPLING = Sampling(group_size=3, max_tokens=4, seed=11, timeout_s=30, patience_s=5)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine.training.model import head
-from engine.training.model.head import ChosenLogprobs
+from engine.training.model import linear as head
+from engine.training.model.linear import ChosenLogprobs
 
 TOKENS, HIDDEN, VOCABULARY = 23, 16, 300
 

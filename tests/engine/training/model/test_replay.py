@@ -269,7 +269,6 @@ def test_ids_that_are_none_of_this_base_are_refused(bases):
     base = bases["softmax"]
     right = drawn_routes(base, ROWS[0], 5)
     base.replay.check(right)
-    base.replay.check(None)
     for wrong in (right[:, :2], right[..., :1], right + 1 + base.replay.experts, right - 9):
         with pytest.raises(ConfigError, match="same base"):
             base.replay.check(wrong)
