@@ -177,7 +177,7 @@ class BaseShapes:
         """Read the `config.json` of a base's directory; see `of` for errors."""
         return BaseShapes.of(json.loads((base / "config.json").read_text()))
 
-    @property
+    @cached_property
     def fused(self) -> dict[str, tuple[str, ...]]:
         """Return this base's modules that the engine fuses; latent attention may have an unfused q_proj."""
         leaves = {*self.targets, *PROJECTIONS}

@@ -19,15 +19,13 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop
 from engine.base.fitting import fitted_policy
 from engine.errors import Conflict, NotFound, ServiceError
 from engine.problems.procedural import check_task, stream
-from engine.settings.params import Params, content_hash
+from engine.settings.params import Params
 from engine.settings.policies import PolicyConfig
-from engine.training.collapse import refuse_collapse, warning
-from engine.training.reward_signal import refuse_without_signal
 from engine.training.rollout_data import Drawn, Sampler, build_data, judge, refill, teaches
 from engine.training.run import Run, prepare
+from engine.training.run_health import refuse_collapse, refuse_without_signal, warning
 from engine.training.service.protocol import AdamParams, Exported, SessionInfo
 from engine.training.service.train_step import TrainStep
-from engine.version import code_version
 
 # About 300 tokens with short answers: in bfloat16 a probe of 100 tokens refuses correct mixtures of experts.
 # All other policies wait while the trainer generates them.
@@ -165,7 +163,7 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
     # Forward and backward.
     data, scored = build_data(drawn, judged, advantages_PG.tolist(), config), monotonic()
     found = client.forward_backward(
-        session, data, config.loss, config.loss_sent(), router_replay=run.source.replays
+        session, data, config.loss, run.loss_settings, router_replay=run.source.replays
     )["metrics"]
     learned = monotonic()
     # The row of the step. What only a restarted run reads of it is in `FOR_RESTARTS`.
@@ -223,9 +221,8 @@ def sampler_of(session: SessionInfo, newest: Sampler, step: int) -> Sampler:
 
 def record_step(run: Run, row: Mapping[str, Any]) -> None:
     """Append a step's row to the ledger's spool; the row's id makes a repeated append harmless."""
-    identity = {"code_version": code_version(), "config_hash": content_hash(run.config)}
     told = {name: value for name, value in row.items() if name not in FOR_RESTARTS}
-    run.spool.emit("train_steps", id=f"{run.line.session}-{row['step']}", **told, **identity)
+    run.spool.emit("train_steps", id=f"{run.line.session}-{row['step']}", **told, **run.identity)
 
 
 def export_revision(run: Run, session: SessionInfo) -> Exported:

@@ -5,7 +5,9 @@ import socket
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from engine.base.families import BaseShapes
 from engine.base.prompts import tokenizer_of
@@ -17,12 +19,13 @@ from engine.ledger.spool import Spool
 from engine.planning.gpu import cuda_bytes
 from engine.problems.verifiers import Verifier
 from engine.settings.own_functions import refuse_unlisted
-from engine.settings.params import Params
+from engine.settings.params import Params, content_hash
 from engine.settings.policies import PolicyConfig
 from engine.training.lineage import Line, line_of
 from engine.training.rollout_data import Ahead, Source
 from engine.training.rollouts import Engines
 from engine.training.service.client import TrainerClient
+from engine.version import code_version
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,16 @@ class Run:
     spool: Spool
     verifier: Verifier
     holder: str = field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}")
+
+    @cached_property
+    def loss_settings(self) -> dict[str, Any]:
+        """Return the loss's settings as the trainer takes them."""
+        return self.config.loss_sent()
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """Return what every row of the run carries: the versions of code and settings."""
+        return {"code_version": code_version(), "config_hash": content_hash(self.config)}
 
     def close(self) -> None:
         """Release the session, and close the trainer's client, the spool, the verifier and the engines."""
@@ -79,7 +92,8 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
             "engine.routed_experts to true and restart the services, or set router_replay to false."
         )
     url = params.url("engine")
-    engines = Engines.open(params.paths, base.digest, url)
+    # A catalog in the state directory is of one machine, which has one engine.
+    engines = Engines.open(params.paths, base.digest, url) if params.catalog.url else None
     source = Source(policy, config, line, tokenizer, url, key, base_name, replays, engines)
     spool = open_spool(params, f"train-{policy}")
     client = TrainerClient.of(params, timeout_s=params.trainer.operation_timeout_s)

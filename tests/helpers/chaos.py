@@ -22,7 +22,7 @@ from engine.services import lifecycle as services
 from engine.settings.params import Params
 from engine.store.segments import Store
 from engine.training.service import state
-from engine.training.service.journal import Journal
+from engine.training.service.state import Journal
 from tests.helpers.repository import ROOT
 
 # In the order in which a step goes through them.

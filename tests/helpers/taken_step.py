@@ -40,6 +40,8 @@ def take_step(drawn: Drawn, judged: Judged, config: PolicyConfig) -> tuple[list[
         config=config.model_copy(update={"refills": 0}),
         client=client,
         policy="sums",
+        identity={},
+        loss_settings={},
         line=SimpleNamespace(session="sums-1"),
         source=SimpleNamespace(replays=False, config=config.model_copy(update={"refills": 0})),
         verifier=SimpleNamespace(judge=judge),

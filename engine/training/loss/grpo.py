@@ -1,7 +1,7 @@
 """Policy losses as pure functions, each with its paper.
 
 A loss returns a term for each token and the mask of clipped tokens. `LOSSES` says what the mean is taken
-over: it needs the whole batch, so `objective.py` weights the terms by `Tokens.weight_T`.
+over: it needs the whole batch, so `Objective` weights the terms by `Tokens.weight_T`.
 
 Shape suffixes: _P pairs, _T completion tokens one after another, _N sequences.
 """
@@ -77,33 +77,8 @@ def importance_sampling(tokens: Tokens, settings: Settings) -> Terms:
 
 
 def ppo(tokens: Tokens, settings: Settings) -> Terms:
-    """Return PPO's clipped surrogate (arXiv 1707.06347, equation 7), a mean over tokens."""
+    """Return PPO's clipped surrogate (arXiv 1707.06347, equation 7); GRPO, Dr. GRPO and DAPO share it."""
     return _clipped(torch.exp(tokens.new_T - tokens.old_T), tokens, settings)
-
-
-def grpo(tokens: Tokens, settings: Settings) -> Terms:
-    """Return PPO's terms, averaged over each answer and then over answers.
-
-    DeepSeekMath (arXiv 2402.03300), equation 3; its KL term is the setting `kl` here.
-    """
-    return ppo(tokens, settings)
-
-
-def dr_grpo(tokens: Tokens, settings: Settings) -> Terms:
-    """Return PPO's terms, summed over each answer, divided by a constant, averaged over answers.
-
-    "Understanding R1-Zero-like training" (arXiv 2503.20783), section 3.2: neither an answer's length nor a
-    group's spread weights its gradient. The constant is the token budget (its listing 1).
-    """
-    return ppo(tokens, settings)
-
-
-def dapo(tokens: Tokens, settings: Settings) -> Terms:
-    """Return PPO's terms with a higher upper clip bound, averaged over all tokens.
-
-    DAPO (arXiv 2503.14476): clip-higher in section 3.1, token-level loss in section 3.3.
-    """
-    return ppo(tokens, settings)
 
 
 def gspo(tokens: Tokens, settings: Settings) -> Terms:
@@ -189,9 +164,14 @@ LOSSES = {
     "cross_entropy": Loss(cross_entropy, sampled=False),
     "importance_sampling": Loss(importance_sampling),
     "ppo": Loss(ppo),
-    "grpo": Loss(grpo, per="unit"),
-    "dr_grpo": Loss(dr_grpo, per="budget", by_spread=False),
-    "dapo": Loss(dapo, drops=True),
+    # DeepSeekMath (arXiv 2402.03300), equation 3: the mean over each answer, and then over answers. Its KL
+    # term is the setting `kl` here.
+    "grpo": Loss(ppo, per="unit"),
+    # "Understanding R1-Zero-like training" (arXiv 2503.20783), section 3.2: neither an answer's length nor a
+    # group's spread weights its gradient. The budget is that of tokens (its listing 1).
+    "dr_grpo": Loss(ppo, per="budget", by_spread=False),
+    # DAPO (arXiv 2503.14476): clip-higher in section 3.1, by its settings; token-level loss in section 3.3.
+    "dapo": Loss(ppo, drops=True),
     "gspo": Loss(gspo, per="unit"),
     "cispo": Loss(cispo, drops=True),
     "dro": Loss(dro, drops=True),

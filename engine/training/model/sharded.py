@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.training.model.adapter import Adapter
-from engine.training.model.lora import ResidentBase
-from engine.training.model.microbatches import microbatches
+from engine.training.model.lora import ResidentBase, microbatches
 from engine.training.model.packing import Stream, TokenRow
 from engine.training.model.ranks import Ranks
 

@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.training.loss.grpo import Loss
-from engine.training.loss.measures import BatchMetrics, MicrobatchStats, measure
+from engine.training.loss.grpo import Loss, Tokens
+from engine.training.loss.objective import BatchMetrics, MicrobatchStats, Objective, measure, refuse_broken
 from engine.training.model.adapter import Adapter
-from engine.training.model.lora import ResidentBase
-from engine.training.model.microbatches import first_fit, stream_tokens
-from engine.training.model.objective import Objective, refuse_broken, tokens_of
+from engine.training.model.lora import ResidentBase, first_fit, stream_tokens
 from engine.training.model.packing import Example, Stream, TokenRow
 from engine.training.model.replay import mask_unknown
 from engine.training.model.sharded import Found, ShardedBase
@@ -174,6 +172,35 @@ class _CallState:
         metrics = measure(self.seen, sampled=bool(self.data[0].old_logprobs))
         metrics = replace(metrics, masked=metrics.masked | self.left_out)
         return Backward(metrics, tuple(tuple(self.logprobs[i].tolist()) for i in range(len(self.data))))
+
+
+def tokens_of(
+    examples: Sequence[Example], shares: Sequence[float], new_T: Tensor, base_T: Tensor | None
+) -> Tokens:
+    """Return a microbatch's tokens; without samples, `old_T` are the trainer's own log-probabilities."""
+
+    def column(rows: Iterable[Sequence[float]], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor([value for row in rows for value in row], dtype=dtype, device=new_T.device)
+
+    def given(name: str) -> Tensor | None:
+        return column(getattr(e, name) for e in examples) if getattr(examples[0], name) else None
+
+    lengths = [example.row.length for example in examples]
+    sampled = bool(examples[0].old_logprobs)
+    return Tokens(
+        new_T=new_T,
+        old_T=column(example.old_logprobs for example in examples) if sampled else new_T.detach(),
+        advantage_T=column(e.advantages for e in examples) if sampled else torch.zeros_like(new_T),
+        sequence_T=column(([i] * length for i, length in enumerate(lengths)), torch.int64),
+        sequences=len(examples),
+        weight_T=column(
+            e.weights or [share] * length for e, share, length in zip(examples, shares, lengths, strict=True)
+        ),
+        base_T=base_T,
+        low_T=given("clip_low"),
+        high_T=given("clip_high"),
+        mask_T=given("ratio_mask"),
+    )
 
 
 def loss_sum(objective: Objective, data: Sequence[Example], logprobs: Sequence[Sequence[float]]) -> float:

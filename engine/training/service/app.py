@@ -50,6 +50,20 @@ NICENESS = 10
 LAUNCHER = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 # Default number of listed sessions.
 NEWEST = 100
+# The methods of `Trainer` that the queue carries out, by their names, with what each is asked.
+OPERATIONS: dict[str, type[protocol.Request]] = {
+    "create_session": protocol.CreateSession,
+    "close_session": protocol.CloseSession,
+    "forward": protocol.Forward,
+    "forward_backward": protocol.ForwardBackward,
+    "optim_step": protocol.OptimStep,
+    "save_state": protocol.SaveState,
+    "load_state": protocol.LoadState,
+    "delete_state": protocol.DeleteState,
+    "export": protocol.Export,
+    "probe": protocol.ProbeRevision,
+    "forget_policy": protocol.ForgetPolicy,
+}
 Seconds = Annotated[float, Query(ge=0, allow_inf_nan=False)]
 
 
@@ -75,53 +89,19 @@ def make_app(trainer: "Trainer") -> FastAPI:
     def metrics() -> PlainTextResponse:
         return PlainTextResponse(trainer.render_metrics())
 
-    @app.post("/sessions")
-    def create_session(body: protocol.CreateSession) -> dict[str, str]:
-        return {"operation": trainer.submit(body, trainer.create_session)}
-
     @app.post("/session_heartbeat")
     def session_heartbeat(body: protocol.Heartbeat) -> dict[str, bool]:
         return {"writes": trainer.sessions.hear(body.session, body.fence)}
 
-    @app.post("/close_session")
-    def close_session(body: protocol.CloseSession) -> dict[str, str]:
-        return {"operation": trainer.submit(body, trainer.close_session)}
+    def accept(name: str, message: type[protocol.Request]) -> None:
+        def submitted(body: Any) -> dict[str, str]:
+            return {"operation": trainer.submit(body, getattr(trainer, name))}
 
-    @app.post("/forward")
-    def forward(body: protocol.Forward) -> dict[str, str]:
-        return {"operation": trainer.submit(body, trainer.forward)}
+        submitted.__annotations__["body"] = message
+        app.post("/sessions" if name == "create_session" else f"/{name}")(submitted)
 
-    @app.post("/forward_backward")
-    def forward_backward(body: protocol.ForwardBackward) -> dict[str, str]:
-        return {"operation": trainer.submit(body, trainer.forward_backward)}
-
-    @app.post("/optim_step")
-    def optim_step(body: protocol.OptimStep) -> dict[str, str]:
-        return {"operation": trainer.submit(body, trainer.optim_step)}
-
-    @app.post("/save_state")
-    def save_state(body: protocol.SaveState) -> dict[str, str]:
-        return {"operation": trainer.submit(body, trainer.save_state)}
-
-    @app.post("/load_state")
-    def load_state(body: protocol.LoadState) -> dict[str, str]:
-        return {"operation": trainer.submit(body, trainer.load_state)}
-
-    @app.post("/delete_state")
-    def delete_state(body: protocol.DeleteState) -> dict[str, str]:
-        return {"operation": trainer.submit(body, trainer.delete_state)}
-
-    @app.post("/export")
-    def export(body: protocol.Export) -> dict[str, str]:
-        return {"operation": trainer.submit(body, trainer.export)}
-
-    @app.post("/probe")
-    def probe(body: protocol.ProbeRevision) -> dict[str, str]:
-        return {"operation": trainer.submit(body, trainer.probe)}
-
-    @app.post("/forget_policy")
-    def forget_policy(body: protocol.ForgetPolicy) -> dict[str, str]:
-        return {"operation": trainer.submit(body, trainer.forget_policy)}
+    for name, message in OPERATIONS.items():
+        accept(name, message)
 
     @app.get("/operations/{id}")
     async def operation(id: str, wait_s: Seconds = 0.0) -> dict[str, Any]:

@@ -56,7 +56,17 @@ class Exporter:
         began = time.monotonic()
         tensors = session.adapter.canonical(self.dtype)
         validate(tensors, None, session.base.modules)
-        manifest = self._manifest(session, tensors)
+        manifest = make_manifest(
+            tensors,
+            policy=session.policy,
+            base_digest=session.base_digest,
+            rank=session.adapter.rank,
+            targets=session.adapter.targets,
+            step=session.step,
+            parent=session.parent,
+            config=session.opened.config,
+            text_digest=self.text_digest,
+        )
         directory = (
             self._directory(session, request, tensors, manifest, between)
             if request.kind == "revision"
@@ -98,19 +108,6 @@ class Exporter:
         adapter = base.hold(tensors)
         return self._probe(
             base, base_digest, adapter, request.digest, request.prompts, request.tokens, between
-        )
-
-    def _manifest(self, session: Session, tensors: dict[str, Tensor]) -> Manifest:
-        return make_manifest(
-            tensors,
-            policy=session.policy,
-            base_digest=session.base_digest,
-            rank=session.adapter.rank,
-            targets=session.adapter.targets,
-            step=session.step,
-            parent=session.parent,
-            config=session.opened.config,
-            text_digest=self.text_digest,
         )
 
     def _directory(

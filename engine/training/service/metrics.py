@@ -22,7 +22,7 @@ from engine.training.service.train_step import GAUGES, SECONDS
 
 # Phases of a step: `<phase>_s` in its row.
 PHASES = tuple(name.removesuffix("_s") for name in SECONDS)
-# Reasons for masked tokens: `masks` of corrections.py, and router replay. A client's record may hold other
+# Reasons for masked tokens: `masks` of objective.py, and router replay. A client's record may hold other
 # names, which must not become labels.
 MASKS = ("outlier", "geometric", "icepop", "router_replay")
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)

@@ -15,8 +15,8 @@ import torch
 from engine.errors import BaseModelError, Conflict, NotFound, ServiceError
 from engine.training.model.lora import ResidentBase
 from engine.training.service import state
-from engine.training.service.journal import Journal, Row, add_earlier
 from engine.training.service.protocol import CreateSession, LoadState, OptimStep, SessionInfo
+from engine.training.service.state import Journal, Row, add_earlier
 
 STATE_VERSION = 3
 CURRENT = "current"

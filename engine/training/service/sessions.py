@@ -18,10 +18,10 @@ from engine.planning.memory import TRAINED_BYTES
 from engine.training.model.adapter import by_pattern, chosen_sites
 from engine.training.model.lora import ResidentBase
 from engine.training.service import state
-from engine.training.service.journal import Journal
 from engine.training.service.protocol import CreateSession, SessionRequest
 from engine.training.service.session import CURRENT, SHAPE, Session, settings_of, state_file
 from engine.training.service.session_deletion import LEASE_S, open_sentence, refuse_open, remove_sessions
+from engine.training.service.state import Journal
 
 NEVER = float("-inf")
 # Share of the memory that is free once the base is loaded. The rest is for activations, for one session's

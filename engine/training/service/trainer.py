@@ -20,8 +20,8 @@ from engine.settings.params import Params
 from engine.shared_cores import SharedCores
 from engine.state_metrics import StateMetrics
 from engine.training.loss.grpo import LOSSES
+from engine.training.loss.objective import Objective
 from engine.training.model.lora import ResidentBase
-from engine.training.model.objective import Objective
 from engine.training.model.packing import Example
 from engine.training.model.sharded import ShardedBase
 from engine.training.model.update import (
@@ -35,12 +35,12 @@ from engine.training.model.update import (
 from engine.training.service import protocol
 from engine.training.service.examples import examples_of
 from engine.training.service.export import Exporter
-from engine.training.service.journal import find_answer
 from engine.training.service.metrics import TrainerMetrics, peak_memory
 from engine.training.service.queue import Operation, Queue, joined
 from engine.training.service.session import CURRENT, Session, state_file
 from engine.training.service.sessions import Sessions
 from engine.training.service.start import start_of
+from engine.training.service.state import find_answer
 from engine.work_metrics import WorkMetrics
 
 # Operations that run in parts and can be cancelled between two of them.

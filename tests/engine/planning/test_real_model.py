@@ -21,10 +21,11 @@ from engine.planning.memory import GIB, MemoryPlan, plan
 from engine.settings.losses import CORRECTIONS
 from engine.settings.params import Params
 from engine.settings.services import EngineConfig, TrainerConfig
+from engine.training.loss.objective import Objective
 from engine.training.model import lora
 from engine.training.model.lora import ResidentBase
-from engine.training.model.objective import Objective, tokens_of
 from engine.training.model.packing import TokenRow
+from engine.training.model.update import tokens_of
 from tests.helpers.real_model_page import DATA, DOC, QWEN3_06B, ROWS, doc_settings, flat
 from tests.helpers.repository import ROOT
 from tests.helpers.training_pass import one_pass

@@ -32,7 +32,7 @@ from engine.training.loop import (
     train,
 )
 from engine.training.rollout_data import Drawn, Judged, Sampler, judge
-from engine.training.rollouts import Engines, Sample, sample_groups
+from engine.training.rollouts import Sample, sample_groups
 from engine.training.service.protocol import SessionInfo
 from tests.helpers.live import RunningEngine, free_port, stop_group
 from tests.helpers.taken_step import take_step
@@ -219,8 +219,6 @@ def test_a_question_that_is_too_long_is_asked_once_and_named(
         return sample_groups(*args)
 
     monkeypatch.setattr(rollout_data, "sample_groups", counted)
-    # Another test's engine of the same catalog may have ended seconds ago.
-    monkeypatch.setattr(Engines, "urls", lambda _: [loop.params.url("engine")])
     with pytest.raises(ConfigError, match=r"400.*engine\.max_model_len"):
         loop.train("too-long", system="word " * 400)
     assert len(asked) == 1

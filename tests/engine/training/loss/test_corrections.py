@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from engine.settings.losses import LossConfig
-from engine.training.loss.corrections import correct
 from engine.training.loss.grpo import Tokens
-from engine.training.model.objective import Objective
+from engine.training.loss.objective import Objective, correct
 
 # Trainer over sampler. Geometric means: 1.0; sqrt(1.02) = 1.00995 for the two of them; 4 tokens: below.
 RHO = torch.tensor([3.0, 1 / 3, 1.02, 1.0, 200.0, 1.0, 0.45, 2.05])

@@ -16,7 +16,7 @@ from engine.training.loss.grpo import (
     kl_to_base,
     loss_of,
 )
-from engine.training.model.objective import Objective
+from engine.training.loss.objective import Objective
 from engine.training.rollout_data import Drawn, Judged, Sampler, teaches
 from engine.training.rollouts import Sample
 from tests.helpers.taken_step import take_step

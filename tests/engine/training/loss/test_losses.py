@@ -10,7 +10,7 @@ from engine.settings.forms import AdaptForm
 from engine.settings.losses import LossConfig, loss_config
 from engine.settings.policies import PolicyConfig
 from engine.training.loss.grpo import LOSSES, Tokens
-from engine.training.model.objective import Objective
+from engine.training.loss.objective import Objective
 from engine.training.rollout_data import Drawn, Judged, Sampler
 from engine.training.rollouts import Sample
 from tests.helpers.loss_reference import BUDGET, reference

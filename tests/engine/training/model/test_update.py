@@ -13,7 +13,7 @@ import torch
 from engine.errors import ConfigError
 from engine.settings.losses import CORRECTIONS
 from engine.training.loss.grpo import LOSSES
-from engine.training.loss.measures import MicrobatchStats, measure
+from engine.training.loss.objective import MicrobatchStats, measure
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow
 from engine.training.model.update import Call, check_rows, forward_backward

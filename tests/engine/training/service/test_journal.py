@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.training.service.journal import Journal
+from engine.training.service.state import Journal
 
 EARLY, LATE = 10, 10_000
 RECORD = {"reward": 0.5, "masked": {"outlier": 3}, "text": "x" * 500}

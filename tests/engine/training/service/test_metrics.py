@@ -13,9 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.errors import Busy, Conflict
 from engine.problems.verifiers import FAULTS
 from engine.settings.losses import CORRECTIONS, LossConfig
-from engine.training.loss.corrections import masks
 from engine.training.loss.grpo import Tokens
-from engine.training.loss.measures import BatchMetrics
+from engine.training.loss.objective import BatchMetrics, masks
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow
 from engine.training.service.metrics import MASKS, PHASES, TrainerMetrics, adapter_bytes, peak_memory

@@ -12,11 +12,11 @@ from engine.errors import BaseModelError, Conflict, NotFound, ServiceError
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow
 from engine.training.service import state
-from engine.training.service.journal import NAME, find_answer
 from engine.training.service.protocol import LoadState, OptimStep
 from engine.training.service.session import CURRENT, Session, state_file
 from engine.training.service.sessions import Sessions
 from engine.training.service.start import start_of
+from engine.training.service.state import NAME, find_answer
 from tests.helpers.training_pass import gather
 from tests.helpers.training_sessions import ADAM, BASE, factors, opening, same, train_one
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.settings.losses import SUMMED
+from engine.training.loss.objective import Objective
 from engine.training.model.lora import ResidentBase
-from engine.training.model.objective import Objective
 from engine.training.model.update import Backward, Call, forward_backward, loss_sum
 from engine.training.service.examples import examples_of
 from engine.training.service.protocol import (

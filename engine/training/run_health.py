@@ -1,7 +1,8 @@
-"""Watches a training run for collapse: a policy that earns its reward and loses its language.
+"""Whether a training run goes on: its answers have something to teach, and they do not collapse.
 
-The last steps are compared with the first ones of the same line, so that a task's own form, such as short
-answers, raises no warning. One bad step is not a sign: both sides are means over `WINDOW` steps.
+A policy may earn its reward and lose its language. The last steps are compared with the first ones of the
+same line, so that a task's own form, such as short answers, raises no warning. One bad step is not a sign:
+both sides are means over `WINDOW` steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.training.reward_signal import shortened
+from engine.problems.procedural import Problem, render
+from engine.settings.policies import PolicyConfig
 from engine.training.rollout_data import Drawn, repeated_share
 from engine.training.run import Run
 from engine.training.service.protocol import SessionInfo
@@ -22,6 +24,12 @@ REPEATED, TRUNCATED = 0.1, 0.25
 # Nats a token: the policy's own tokens are then e times as likely as under the base.
 KL = 1.0
 Row = Mapping[str, Any]
+# Answers that an error shows, and how much of a text.
+SHOWN, LONGEST = 3, 80
+REMEDIES = (
+    "Choose another verifier or contract, a reward with grades between 0 and 1 (python:MODULE:FUNC), more "
+    "groups or samples in a group, or fine-tune the base on answers first (SFT)."
+)
 
 
 def signs(rows: Sequence[Row]) -> dict[str, str]:
@@ -82,3 +90,57 @@ def refuse_collapse(run: Run, session: SessionInfo) -> None:
         f"{warned[0]['collapse']} Lower `lr` or raise `loss_config.kl`, which starts again; to go on from "
         f"here, set `collapse` to warn."
     )
+
+
+def refuse_without_signal(run: Run, session: SessionInfo) -> None:
+    """Raise `ConfigError` when none of the last `no_signal_steps` steps had a gradient.
+
+    Steps in which every answer earned the full reward do not count: there is nothing left to learn.
+    """
+    rows = session.history[-run.config.no_signal_steps :]
+    if len(rows) < run.config.no_signal_steps or not all(map(is_without_signal, rows)):
+        return
+    flat = [row["zero_spread"] for row in rows if row["zero_spread"] is not None]
+    rewards = [row["reward"] for row in rows if row["reward"] is not None]
+    faults = sum(row["verifier_errors"] or 0 for row in rows)
+    seen = "No group could be scored"
+    if rewards:
+        seen = f"{fmean(flat):.0%} of their groups had no spread, at a mean reward of {fmean(rewards):.2f}"
+    failed = f", and the verifier failed on {faults} answers" if faults else ""
+    learned = any(row["grad_norm"] for row in session.history)
+    keep = f" To export what it learned before, set steps to {session.step}." if learned else ""
+    raise ConfigError(
+        f"The training of {run.policy!r} stopped after step {session.step}: its last {len(rows)} steps had "
+        f"no gradient. {seen}{failed}. {_examples(run)}{REMEDIES} `graftwork policy try {run.policy}` "
+        f"shows what the base earns.{keep}"
+    )
+
+
+def is_without_signal(row: Mapping[str, Any]) -> bool:
+    """Say whether a step had no gradient because no group had spread, though rewards could be higher."""
+    nothing = row.get("groups_kept") == 0 and row.get("grad_norm") == 0
+    return nothing and (row.get("reward") is None or bool(row["reward"] < 1))
+
+
+def _examples(run: Run) -> str:
+    drawn = run.ahead.last
+    if drawn is None:
+        return ""
+    pairs = list(zip(drawn.problems, drawn.groups, strict=True))[:SHOWN]
+    said = (
+        f"{shortened(problem.question)!r} was answered with {shortened(group[0].text)!r}, expected "
+        f"{shortened(expected(run.config, problem))!r}"
+        for problem, group in pairs
+    )
+    return f"Answers: {'; '.join(said)}. "
+
+
+def expected(config: PolicyConfig, problem: Problem) -> str:
+    """Return the answer that the policy's verifier compares with."""
+    return render(config.contract, problem.answer) if config.verifier == "contract" else problem.answer
+
+
+def shortened(text: str) -> str:
+    """Return the beginning of a text on one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= LONGEST else f"{line[: LONGEST - 1]}…"
