@@ -19,8 +19,6 @@ NAMED_SHARE = 0.5
 
 def claim(catalog: "Catalog", store: "Store") -> None:
     """Claim a store for a catalog before its bytes go there; raises `Conflict` if it is another's."""
-    if store.claimed_by == catalog.id:
-        return
     owner = store.catalog_id()
     if owner is None:
         is_empty = next(store.segments(), None) is None
