@@ -4,8 +4,8 @@
 
 BASE is the directory of a built base. The operations are a warm and a cold chat request (API server and
 engine core), by a key with limits and budgets, a training step (trainer and the loop, which runs in this
-process), and a release (controller, and its client in this process). What runs at an import does not count.
-`--list` prints the files.
+process), and a release (controller, and its client in this process). What runs at an import does not count,
+and in a step neither what clocks run, such as a heartbeat; see `training_step`. `--list` prints the files.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ HERE = Path(__file__).parent
 # Each asks a new adapter, for which there is a free slot. What runs in some of them only is periodic work.
 COLD_REQUESTS = WARM_REQUESTS = 8
 LIMITS = {"tokens_per_day": 1e12, "tokens_per_minute": 1e12, "requests_per_minute": 1e9, "concurrency": 1e6}
+# Longer than the slowest clock of trainer and loop pauses, `engine.training.service.client.HEARTBEAT_S`.
+IDLE_S = 10.0
 # A route's version that is later than the start of any canary here.
 LATER = 1 << 20
 
@@ -48,7 +51,13 @@ def watch(file: Path) -> None:
 
 
 def end(file: Path) -> set[str]:
-    found = set(file.read_text().splitlines())
+    """Return the files that ran in the window that ends here."""
+    return {path for path, _ in calls(file)}
+
+
+def calls(file: Path) -> Counter[tuple[str, str]]:
+    """Return how often each file ran in the window that ends here, by way of which functions."""
+    found = Counter((path, by) for path, by in (line.split("\t") for line in file.read_text().splitlines()))
     file.unlink()
     return found
 
@@ -96,14 +105,24 @@ def with_service(module: str, state: Path, settings: dict[str, Any], use: Callab
 
 
 def training_step(engine: RunningEngine, file: Path) -> set[str]:
-    """Train three steps; the second one is the window, from row to row."""
-    found = set()
+    """Train four steps and return what runs in each of the last three, from row to row.
+
+    Before each of them nothing is asked of the services for longer than a step takes and than the slowest
+    clock, a heartbeat, pauses. What runs then runs without a step. A function does not count in the step
+    where it is called by way of the same functions, and not more often than then: a clock called it. So a
+    file that clocks and the step use, such as a client's or a server's, counts.
+    """
+    found: list[set[str]] = []
+    clocks = Counter[tuple[str, str]]()
 
     def on_step(row: Mapping[str, Any]) -> None:
-        if row["step"] == 1:
-            file.touch()
-        elif row["step"] == 2:
-            found.update(end(file))
+        nonlocal clocks
+        if row["step"] > 1:
+            found.append({path for path, _ in calls(file) - clocks})
+        file.touch()
+        time.sleep(IDLE_S)
+        clocks = calls(file)
+        file.touch()
 
     def use(params: Params) -> None:
         # The client reads it before the service may have made it.
@@ -111,10 +130,10 @@ def training_step(engine: RunningEngine, file: Path) -> set[str]:
         train(params, "sums", resolve_policy(params, "sums").config, engine.key, on_step)
 
     given = json.loads((engine.state / "params.json").read_text())
-    policies = {"sums": {"task": "addition", "suite": "addition-terse", "rank": 8, "steps": 3}}
+    policies = {"sums": {"task": "addition", "suite": "addition-terse", "rank": 8, "steps": 4}}
     settings = given | {"trainer": {"port": free_port()}, "policies": policies}
     with_service("engine.training.service.app", engine.state, settings, use)
-    return found
+    return set.intersection(*found)
 
 
 def release(state: Path, file: Path) -> set[str]:

@@ -1,7 +1,7 @@
 """Notes which files of engine/ and kernels/ run; Python imports this at its start from PYTHONPATH.
 
 Each function of these packages is compiled with a call of `ran` as its first statement. While the file
-$EXECUTED_FILES exists, `ran` adds the path to it.
+$EXECUTED_FILES exists, `ran` adds a line to it: the path, and the functions of these packages that led to it.
 """
 
 import ast
@@ -10,6 +10,7 @@ import os
 import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
@@ -23,17 +24,22 @@ def ran(path: str) -> None:
         out = os.open(os.environ["EXECUTED_FILES"], os.O_WRONLY | os.O_APPEND)
     except FileNotFoundError:
         return
-    if not is_importing():
-        os.write(out, f"{path}\n".encode())
+    if (calls := calls_to(sys._getframe(1))) is not None:
+        os.write(out, f"{path}\t{' '.join(calls)}\n".encode())
     os.close(out)
 
 
-def is_importing() -> bool:
-    """Say whether a module's own statements made the call, a decorator's for example."""
-    frame = sys._getframe(2)
-    while frame.f_back and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+def calls_to(frame: FrameType | None) -> list[str] | None:
+    """Return the functions from this frame outwards; None when an import made the call, as a decorator's."""
+    found = []
+    while frame:
+        name = frame.f_code.co_filename
+        if name == "<frozen importlib._bootstrap>":
+            return None
+        if name.startswith(FOLDERS):
+            found.append(f"{os.path.relpath(name, ROOT)}:{frame.f_code.co_name}")
         frame = frame.f_back
-    return frame.f_back is not None
+    return found
 
 
 def get_watched_code(loader: SourceFileLoader, name: str) -> Any:
