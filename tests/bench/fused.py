@@ -22,7 +22,7 @@ from engine.base.resident import ensure_base
 from engine.settings.params import BaseConfig, load_params
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow
-from engine.training.model.update import Call, forward_backward, is_worth_fusing
+from engine.training.model.update import LossCall, forward_backward, is_worth_fusing
 
 POLICIES = (1, 3, 9)
 SAMPLES = (8, 16, 32, 128)
@@ -44,7 +44,7 @@ def examples(samples: int, seed: int) -> list[Example]:
     return found
 
 
-def calls_of(base: ResidentBase, policies: int, samples: int) -> list[Call]:
+def calls_of(base: ResidentBase, policies: int, samples: int) -> list[LossCall]:
     calls = []
     for number in range(policies):
         generator = torch.Generator().manual_seed(number)
@@ -54,16 +54,16 @@ def calls_of(base: ResidentBase, policies: int, samples: int) -> list[Call]:
             for key, factor in adapter.factors.items():
                 if key.endswith("lora_B"):
                     factor.copy_(torch.randn(factor.shape, generator=generator) * 0.02)
-        calls.append(Call(adapter, examples(samples, number), "importance_sampling", {}))
+        calls.append(LossCall(adapter, examples(samples, number), "importance_sampling", {}))
     return calls
 
 
-def in_turns(base: ResidentBase, calls: list[Call]) -> None:
+def in_turns(base: ResidentBase, calls: list[LossCall]) -> None:
     for call in calls:
         forward_backward(base, [call])
 
 
-def gradients(calls: list[Call], run: Callable[[], object]) -> list[torch.Tensor]:
+def gradients(calls: list[LossCall], run: Callable[[], object]) -> list[torch.Tensor]:
     run()
     found = [factor.grad.clone() for call in calls for factor in call.adapter.factors.values()]
     for call in calls:
@@ -71,7 +71,7 @@ def gradients(calls: list[Call], run: Callable[[], object]) -> list[torch.Tensor
     return found
 
 
-def seconds(calls: list[Call], run: Callable[[], object]) -> tuple[float, float]:
+def seconds(calls: list[LossCall], run: Callable[[], object]) -> tuple[float, float]:
     began, cpu = time.perf_counter(), time.process_time()
     run()
     spent = time.perf_counter() - began, time.process_time() - cpu
@@ -80,7 +80,7 @@ def seconds(calls: list[Call], run: Callable[[], object]) -> tuple[float, float]
     return spent
 
 
-def compare(base: ResidentBase, calls: list[Call], repeats: int) -> tuple[dict[str, float], bool]:
+def compare(base: ResidentBase, calls: list[LossCall], repeats: int) -> tuple[dict[str, float], bool]:
     """Return the medians of both ways, and whether their gradients agree."""
     ways = {
         "turns": lambda: in_turns(base, calls),

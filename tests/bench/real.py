@@ -34,7 +34,7 @@ from engine.base.sizes import Shape
 from engine.settings.params import Params, load_params
 from engine.training.model.lora import ResidentBase, stream_tokens
 from engine.training.model.packing import Example, TokenRow
-from engine.training.model.update import Call, forward_backward
+from engine.training.model.update import LossCall, forward_backward
 from engine.training.rollouts import Sample, Sampling, sample_groups
 from engine.training.service.app import load_base
 from tests.helpers.live import RunningEngine, StockServer, start_engine, stop_engine
@@ -166,7 +166,7 @@ def updated(
     def take(_: int) -> float:
         nonlocal ratio
         began = time.perf_counter()
-        (found,) = forward_backward(base, [Call(adapter, examples, "importance_sampling", {})])
+        (found,) = forward_backward(base, [LossCall(adapter, examples, "importance_sampling", {})])
         seconds = time.perf_counter() - began
         adapter.clear_gradients()
         ratio = found.metrics.importance_ratio

@@ -29,7 +29,7 @@ from engine.base.resident import ensure_base
 from engine.planning import gpu
 from engine.settings.params import BaseConfig, Params, Paths
 from engine.settings.services import EngineConfig, TrainerConfig
-from engine.training.model.update import Call, forward_backward
+from engine.training.model.update import LossCall, forward_backward
 from engine.training.service.app import load_base
 from tests.gpu.test_one_gpu import LENGTH, RANK, TOKENS, rows, write_base
 from tests.helpers.live import StockServer, free_port, start_engine, stop_engine
@@ -72,17 +72,17 @@ def trainer(base: Path, rounds: int) -> None:
         for name, parameter in resident.model.named_parameters()
         if config.tie_word_embeddings or "embed_tokens" not in name
     )
-    one = seconds(lambda: forward_backward(resident, [Call(made[0], data, "dapo", {})], lambda: None))
+    one = seconds(lambda: forward_backward(resident, [LossCall(made[0], data, "dapo", {})], lambda: None))
     each = [[data[i]] for i in range(4)]
     together = seconds(
         lambda: forward_backward(
-            resident, [Call(a, d, "dapo", {}) for a, d in zip(made, each, strict=True)], lambda: None
+            resident, [LossCall(a, d, "dapo", {}) for a, d in zip(made, each, strict=True)], lambda: None
         )
     )
 
     def apart() -> None:
         for a, d in zip(made, each, strict=True):
-            forward_backward(resident, [Call(a, d, "dapo", {})], lambda: None)
+            forward_backward(resident, [LossCall(a, d, "dapo", {})], lambda: None)
 
     alone = seconds(apart)
     print(f"{torch.cuda.get_device_name()}: a large product reaches {peak / 1e12:.0f} TFLOP/s")

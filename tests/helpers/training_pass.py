@@ -6,7 +6,7 @@ from typing import Any
 from engine.training.model.adapter import Adapter
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example
-from engine.training.model.update import Backward, Call, forward_backward
+from engine.training.model.update import Backward, LossCall, forward_backward
 from engine.training.service.session import Session
 
 
@@ -18,7 +18,7 @@ def one_pass(
     config: Mapping[str, Any],
     between: Callable[[], None] = lambda: None,
 ) -> Backward:
-    return forward_backward(base, [Call(adapter, data, loss, config)], between)[0]
+    return forward_backward(base, [LossCall(adapter, data, loss, config)], between)[0]
 
 
 def gather(session: Session, data: Sequence[Example], loss: str = "dapo") -> Backward:

@@ -31,7 +31,7 @@ FEW_TOKENS = 320
 
 
 @dataclass(frozen=True)
-class Call:
+class LossCall:
     """One session's part of a pass: the gradient of a loss over `data` is added to its adapter's.
 
     With `router_replay`, tokens without known experts are left out and counted as masked. With `sums` the
@@ -54,7 +54,7 @@ class Backward:
     logprobs: tuple[tuple[float, ...], ...]
 
 
-def is_worth_fusing(base: ResidentBase, calls: Sequence[Call]) -> bool:
+def is_worth_fusing(base: ResidentBase, calls: Sequence[LossCall]) -> bool:
     """Say whether these calls are clearly faster in one pass than one by one; router replay runs alone.
 
     `graftwork bench fused` on a CPU measured CPU seconds one by one over those of one pass, for 3 and 9
@@ -71,7 +71,7 @@ def is_small(rows: Sequence[TokenRow]) -> bool:
     return stream_tokens(rows) <= FEW_TOKENS
 
 
-def can_share(base: ResidentBase, calls: Sequence[Call]) -> bool:
+def can_share(base: ResidentBase, calls: Sequence[LossCall]) -> bool:
     """Say whether calls can share a pass; the counts of router replay cannot be split by call."""
     if not base.packs or isinstance(base, ShardedBase):
         return False
@@ -79,7 +79,7 @@ def can_share(base: ResidentBase, calls: Sequence[Call]) -> bool:
 
 
 def forward_backward(
-    base: ResidentBase, calls: Sequence[Call], between: Callable[[], None] = lambda: None
+    base: ResidentBase, calls: Sequence[LossCall], between: Callable[[], None] = lambda: None
 ) -> list[Backward]:
     """Add each call's gradients to its adapter's; a shared pass gives those of each call alone, to rounding.
 
@@ -111,7 +111,7 @@ def forward_backward(
 class _CallState:
     """A running call: its examples, their weights in the loss, and the statistics so far."""
 
-    def __init__(self, base: ResidentBase, call: Call):
+    def __init__(self, base: ResidentBase, call: LossCall):
         self.adapter, self.data, self.left_out = call.adapter, call.data, dict[str, int]()
         self.objective = Objective.of(call.loss, call.config, call.sums)
         unit = self.objective.loss.unit

@@ -25,7 +25,7 @@ from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example
 from engine.training.model.sharded import ShardedBase
 from engine.training.model.update import (
-    Call,
+    LossCall,
     check_rows,
     forward_backward,
     is_small,
@@ -165,16 +165,16 @@ class Trainer:
         """Gather the gradients of one request in a pass of its own."""
         return self._gather({self.queue.operation(request.request_id): self._called(request)})[0]
 
-    def _called(self, request: protocol.ForwardBackward) -> tuple[Session, Call]:
+    def _called(self, request: protocol.ForwardBackward) -> tuple[Session, LossCall]:
         session, given = self.sessions.writable(request), request.forward_backward_input
         session.expect(request.gathered)
         if given.loss_fn not in LOSSES:
             refuse_unlisted("loss", given.loss_fn, self.params.python_modules)
         data, sums = self._examples(given), given.reduction == "sum"
-        call = Call(session.adapter, data, given.loss_fn, given.loss_fn_config, given.router_replay, sums)
+        call = LossCall(session.adapter, data, given.loss_fn, given.loss_fn_config, given.router_replay, sums)
         return session, call
 
-    def _gather(self, called: Mapping[Operation, tuple[Session, Call]]) -> list[dict[str, Any]]:
+    def _gather(self, called: Mapping[Operation, tuple[Session, LossCall]]) -> list[dict[str, Any]]:
         """Gather gradients in one pass and return the results; after an error nothing is gathered."""
         found = forward_backward(
             self.base, [call for _, call in called.values()], partial(self._go_on, list(called))
@@ -229,7 +229,7 @@ class Trainer:
         self.metrics.fused.inc(len(results))
         return dict(zip(called, results, strict=True))
 
-    def _at_hand(self, operations: Sequence[Operation]) -> dict[Operation, tuple[Session, Call]]:
+    def _at_hand(self, operations: Sequence[Operation]) -> dict[Operation, tuple[Session, LossCall]]:
         """Return the operations that can share a pass: valid, with their sessions in memory."""
         called = {}
         for operation in operations:

@@ -8,7 +8,7 @@ import torch
 from engine.errors import ConfigError
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow
-from engine.training.model.update import Call, forward_backward, is_worth_fusing
+from engine.training.model.update import LossCall, forward_backward, is_worth_fusing
 from tests.helpers.mla_bases import deepseek_v3
 from tests.helpers.moe_bases import qwen3_moe
 from tests.helpers.packed_rows import ROWS
@@ -118,12 +118,12 @@ def together_scores(base: ResidentBase, policies: list, shares) -> list[torch.Te
         return list(base.logprobs(stream).split([sum(row.length for row in rows) for rows in shares]))
 
 
-def calls_of(policies: list, losses=("grpo", "dapo", "importance_sampling", "gspo")) -> list[Call]:
+def calls_of(policies: list, losses=("grpo", "dapo", "importance_sampling", "gspo")) -> list[LossCall]:
     """Each policy's own examples, loss and settings; one of them pulls towards the base."""
     configs = ({}, {"kl": 0.1}, {}, {})
     generator = torch.Generator().manual_seed(5)
     return [
-        Call(
+        LossCall(
             adapter,
             [
                 Example(

@@ -16,7 +16,7 @@ from engine.training.loss.grpo import LOSSES
 from engine.training.loss.objective import MicrobatchStats, measure
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow
-from engine.training.model.update import Call, check_rows, forward_backward
+from engine.training.model.update import LossCall, check_rows, forward_backward
 from engine.training.service.protocol import AdamParams, CreateSession, OptimStep
 from engine.training.service.session import Session
 from tests.helpers.loss_reference import BUDGET, reference
@@ -275,8 +275,8 @@ def test_gradients_that_overflow_only_together_are_refused(base, adapter, data, 
     """Each call's are fine; in a shared pass the other adapter's stay as they were too."""
     other = base.new_adapter(4, 8.0, TARGETS, torch.Generator())
     calls = [
-        Call(other, data, "importance_sampling", {}),
-        Call(adapter, of_norm(base, adapter, data, 1.2e19), "importance_sampling", {}),
+        LossCall(other, data, "importance_sampling", {}),
+        LossCall(adapter, of_norm(base, adapter, data, 1.2e19), "importance_sampling", {}),
     ]
     forward_backward(base, calls)
     factors = [factor for call in calls for factor in call.adapter.factors.values()]

@@ -10,7 +10,7 @@ from engine.errors import ConfigError
 from engine.settings.losses import SUMMED
 from engine.training.loss.objective import Objective
 from engine.training.model.lora import ResidentBase
-from engine.training.model.update import Backward, Call, forward_backward, loss_sum
+from engine.training.model.update import Backward, LossCall, forward_backward, loss_sum
 from engine.training.service.examples import examples_of
 from engine.training.service.protocol import (
     AdamParams,
@@ -84,7 +84,7 @@ def data(given: Sequence[dict[str, list[float]]], inputs: Sequence[Sequence[int]
 def summed(session: Session, sent: Sequence[Datum], loss: str, config: dict | None = None) -> Backward:
     config = CONFIGS.get(loss, {}) if config is None else config
     given = ForwardBackwardInput(data=list(sent), loss_fn=loss, loss_fn_config=config, reduction="sum")
-    call = Call(session.adapter, examples_of(given), loss, config, sums=True)
+    call = LossCall(session.adapter, examples_of(given), loss, config, sums=True)
     session.calls += 1
     return forward_backward(session.base, [call])[0]
 
