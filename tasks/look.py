@@ -12,9 +12,9 @@ import httpx
 
 from engine.catalog.catalog import Replica, open_catalog
 from engine.clients.controller import ControllerClient
-from engine.controller.mlflow_registry import registered
 from engine.controller.route_changes import controller_serves
 from engine.errors import ServiceError
+from engine.integrations.mlflow_registry import registered
 from engine.ledger.ledger import open_ledger
 from engine.report.data import PolicyRow, RevisionRow, SuiteScore
 from engine.report.overview import overview

@@ -205,7 +205,7 @@ def find_revision(params: Params, policy: str, digest: str, scratch: Path) -> Pa
 
 def _registered(params: Params, policy: str, digest: str) -> int:
     """Return a revision's version in MLflow, 0 for none."""
-    from engine.controller.mlflow_registry import registered
+    from engine.integrations.mlflow_registry import registered
 
     # A server that is down counts as one without the revision.
     with suppress(ServiceError):

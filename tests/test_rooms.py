@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.helpers.import_graph import PACKAGES, ImportGraph, cycle_in, room_of
+from tests.helpers.import_graph import OPTIONAL, PACKAGES, ImportGraph, cycle_in, is_in, room_of
 from tests.helpers.repository import ROOT
 
 # Each room may import from itself and from those before it. docs/architecture.md says what lives in each.
@@ -40,8 +40,10 @@ ROOMS = (
     "engine.training.service",
     "engine.training",
     "engine.verification",
-    "engine.report",
     "engine.controller",
+    "engine.report",
+    "engine.notifications",
+    "engine.integrations",
     "engine.serving.worker",
     "engine.serving.vllm_plugin",
     "engine.serving.residency",
@@ -49,6 +51,7 @@ ROOMS = (
     "engine.serving",
     "engine.services",
     "engine.tinker",
+    "engine.controller.__main__",
 )
 # What loads in no time, so that nobody waits for it.
 LIGHT = {*sys.stdlib_module_names, "filelock", "orjson", "psutil", "pydantic", "tenacity", "typer", "yaml"}
@@ -74,6 +77,23 @@ def test_rooms_import_one_way(graph: ImportGraph) -> None:
         and place[room_of(one.target)] > place[room_of(one.source)]
     ]
     assert wrong == []
+
+
+def test_what_is_optional_is_imported_where_a_process_is_put_together(graph: ImportGraph) -> None:
+    woven = [
+        f"{one.source}:{one.line} imports {one.target}"
+        for part, entries in OPTIONAL.items()
+        for one in graph.imports
+        if is_in(one.target, {part})
+        and one.source.startswith(("engine.", "kernels."))
+        and not is_in(one.source, {part, *entries})
+    ]
+    assert woven == []
+
+
+def test_the_optional_parts_and_their_entries_exist(graph: ImportGraph) -> None:
+    named = set(OPTIONAL).union(*OPTIONAL.values())
+    assert {name for name in named if not any(is_in(module, {name}) for module in graph.modules)} == set()
 
 
 def test_the_old_place_of_bulk_registration_still_serves() -> None:

@@ -1,6 +1,6 @@
 """Notes of MLflow aliases: what the controller last wrote or accepted for each.
 
-`engine/controller/mlflow_aliases.py` compares them with the registry.
+`engine/integrations/mlflow_aliases.py` compares them with the registry.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Notices for people and automations, kept until `engine/controller/notifications.py` has delivered them."""
+"""Notices for people and automations, kept until `engine/notifications/notices.py` has delivered them."""
 
 import time
 

@@ -9,30 +9,91 @@ from functools import partial
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 
+from engine.backup.age import BackupAge
 from engine.backup.ledger_archive import Archiver
 from engine.backup.place import BackupPlace
-from engine.catalog.catalog import migrate, open_catalog
+from engine.catalog.catalog import Catalog, Release, migrate, open_catalog
+from engine.catalog.fleet import Fleet
 from engine.clients.http import connect
 from engine.clients.prefect import PrefectLogin
 from engine.controller.admission import WEBHOOK
-from engine.controller.alarms import AlarmWatch
 from engine.controller.api import build_app
-from engine.controller.cancelled_runs import CancelledRuns
-from engine.controller.health_monitor import HealthMonitor
+from engine.controller.evidence import EvidenceReader
 from engine.controller.loop import Controller
-from engine.controller.missed_runs import MissedRuns
-from engine.controller.mlflow_aliases import AliasMirror
-from engine.controller.mlflow_registry import open_registry
-from engine.controller.notifications import NotificationSender
 from engine.controller.route_changes import outlast_lease
+from engine.controller.upkeep import upkeep
 from engine.errors import GraftworkError
+from engine.integrations.cancelled_runs import CancelledRuns
+from engine.integrations.missed_runs import MissedRuns
+from engine.integrations.mlflow_aliases import AliasMirror
+from engine.integrations.mlflow_registry import open_registry
+from engine.integrations.mlflow_webhook import webhook_router
 from engine.logs import set_up
+from engine.notifications.alarm_watch import AlarmWatch
+from engine.notifications.endpoints import notices_router
+from engine.notifications.health_monitor import HealthMonitor
+from engine.notifications.notices import NotificationSender, released
 from engine.ports import bind
+from engine.report.live_page import page_router
 from engine.security.credentials import USER, credential, known_credential
 from engine.security.http import server_options, trusted
 from engine.settings.params import Params, load_params
 from engine.threads import PeriodicThread, background
+
+
+def whole_controller(params: Params, holder: str) -> Controller:
+    """Return the loop with every optional part: chores, notifications of releases, several engines."""
+
+    def reader(catalog: Catalog) -> EvidenceReader:
+        return EvidenceReader(catalog, without=Fleet(catalog).without)
+
+    def tell(catalog: Catalog, release: Release) -> None:
+        released(catalog, release, params.url("controller"))
+
+    return Controller(params, holder, upkeep(params), [tell], reader)
+
+
+def whole_app(controller: Controller, mirror: AliasMirror) -> FastAPI:
+    """Return the HTTP side with every optional part: page, notices, MLflow's webhook, a backup's age."""
+    secret = credential(controller.params.paths, "controller")
+    routers = page_router(controller), notices_router(controller.catalog), webhook_router(mirror, secret)
+    BackupAge(controller.metrics.registry, controller.catalog)
+    return build_app(controller, routers, lambda: mirror.fault)
+
+
+def alias_mirror(controller: Controller) -> AliasMirror:
+    """Return what keeps routes and aliases in MLflow equal."""
+    params = controller.params
+    registry, site, secret = (
+        open_registry(params),
+        params.url("controller"),
+        credential(params.paths, "controller"),
+    )
+    return AliasMirror(controller.catalog, controller.decisions, registry, site, f"{site}{WEBHOOK}", secret)
+
+
+def work_beside(controller: Controller) -> list[PeriodicThread]:
+    """Return what runs in threads of its own: notifications, watchers, Prefect's runs, the archive."""
+    params, catalog, decisions = controller.params, controller.catalog, controller.decisions
+    login = PrefectLogin(USER, known_credential(params.paths, "prefect"))
+    prefect = connect(params.url("prefect"), login=login)
+    beside: list[PeriodicThread] = [
+        NotificationSender(catalog, prefect),
+        CancelledRuns(catalog, decisions, prefect),
+        HealthMonitor(catalog, params),
+        MissedRuns(prefect, controller.metrics.registry),
+        AlarmWatch(controller),
+    ]
+    if params.controller.archive:
+        place = BackupPlace(params.controller.archive, "The ledger's archive")
+        paths, every_s = params.paths, params.controller.archive_s
+        told = partial(controller.tell, "archive")
+        archiver = Archiver(paths.ledger_snapshot, place, catalog.id, paths.ledger_archive, every_s, told)
+        controller.files.rewritten = archiver.wake
+        beside.append(archiver)
+    return beside
 
 
 def serve(params: Params) -> None:
@@ -44,36 +105,12 @@ def serve(params: Params) -> None:
     holder = f"{socket.gethostname()}:{params.paths.root}"
     with open_catalog(params.paths) as catalog:
         outlast_lease(catalog, holder, params.controller.lease_s)
-    controller = Controller(params, holder)
+    controller = whole_controller(params, holder)
     controller.catalog.keys.ensure_local(params.paths.local_key)
-    registry = open_registry(params)
-    site = params.url("controller")
-    secret = credential(params.paths, "controller")
-    mirror = AliasMirror(
-        controller.catalog, controller.decisions, controller.lock, registry, site, f"{site}{WEBHOOK}", secret
-    )
-    prefect = connect(
-        params.url("prefect"), login=PrefectLogin(USER, known_credential(params.paths, "prefect"))
-    )
-    beside: list[PeriodicThread] = [
-        mirror,
-        NotificationSender(controller.catalog, prefect),
-        CancelledRuns(controller.catalog, controller.decisions, controller.lock, prefect),
-        HealthMonitor(controller.catalog, params),
-        MissedRuns(prefect, controller.metrics.missed),
-        AlarmWatch(controller),
-    ]
-    if params.controller.archive:
-        place = BackupPlace(params.controller.archive, "The ledger's archive")
-        paths, every_s = params.paths, params.controller.archive_s
-        told = partial(controller.tell, "archive")
-        archiver = Archiver(
-            paths.ledger_snapshot, place, controller.catalog.id, paths.ledger_archive, every_s, told
-        )
-        controller.files.rewritten = archiver.wake
-        beside.append(archiver)
+    mirror = alias_mirror(controller)
+    beside = [mirror, *work_beside(controller)]
     config = uvicorn.Config(
-        trusted(build_app(controller, mirror), params.controller),
+        trusted(whole_app(controller, mirror), params.controller),
         log_level="warning",
         # Its loggers are configured with all others.
         log_config=None,

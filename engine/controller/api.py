@@ -1,37 +1,26 @@
-"""The controller's HTTP API: releases, decisions, policies, notices, the page and metrics.
+"""The controller's HTTP API: releases, decisions, policies, events and metrics; other routes are handed in.
 
-Calls that write need an admin key and go to `ReleaseDecisions` under the loop's lock. Calls that read use the
-catalog and the ledger's snapshot.
+Calls that write need an admin key and go to `ReleaseDecisions`. Calls that read use the catalog and the
+ledger's snapshot.
 """
 
-import json
 import math
 import time
-import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Path, Query, Request
+from fastapi import APIRouter, FastAPI, Path, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import generate_latest
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
-from engine.catalog.catalog import Notice, Policy, Release
-from engine.controller.admission import (
-    METRICS,
-    WEBHOOK,
-    Admin,
-    CredentialRequired,
-    check_signature,
-    whole_body,
-)
+from engine.catalog.catalog import Policy, Release
+from engine.controller.admission import METRICS, Admin, CredentialRequired, Limit, whole_body
 from engine.controller.alarms import alarms
 from engine.controller.loop import Controller
-from engine.controller.mlflow_aliases import AliasMirror
-from engine.controller.notifications import DELIVERED
-from engine.controller.page import LivePage
 from engine.controller.status_metrics import StatusMetrics
 from engine.errors import ConfigError, GraftworkError, NotFound, ServiceError
 from engine.files import write_whole
@@ -46,7 +35,6 @@ from engine.settings.params import PolicyName
 
 Reason = Annotated[str, Field(min_length=1)]
 FileName = Annotated[str, Path(pattern=r"^[\w.-]{1,200}$")]
-Limit = Annotated[int, Query(ge=1, le=10_000)]
 
 
 class PolicyBody(Settings):
@@ -120,23 +108,28 @@ class RestoreBody(HoldBody):
     digest: str | None = None
 
 
-def build_app(controller: Controller, mirror: AliasMirror) -> FastAPI:
-    """Return the app of a running controller."""
+def build_app(
+    controller: Controller,
+    routers: Sequence[APIRouter] = (),
+    aliases: Callable[[], str | None] = lambda: None,
+) -> FastAPI:
+    """Return the app of a running controller; `aliases` says why MLflow's differ from the routes, or None."""
     app = FastAPI(title="Graftwork controller", docs_url=None, redoc_url=None, openapi_url=None)
     own, events = (credential(controller.params.paths, name) for name in ("controller", "events"))
     app.add_middleware(CredentialRequired, catalog=controller.catalog, own=own, events=events)
     StatusMetrics(controller)
     app.add_exception_handler(GraftworkError, _answer_fault)
     app.add_exception_handler(RequestValidationError, _answer_bad_body)
-    _add_reading(app, controller, mirror)
+    _add_reading(app, controller, aliases)
     _add_policies_and_releases(app, controller)
     _add_decisions(app, controller)
-    _add_notices(app, controller, mirror, own)
     _add_events(app, controller)
+    for router in routers:
+        app.include_router(router)
     return app
 
 
-def _add_reading(app: FastAPI, controller: Controller, mirror: AliasMirror) -> None:
+def _add_reading(app: FastAPI, controller: Controller, aliases: Callable[[], str | None]) -> None:
     @app.get(HEALTH)
     def health() -> JSONResponse:
         stalled = controller.is_stalled()
@@ -148,7 +141,7 @@ def _add_reading(app: FastAPI, controller: Controller, mirror: AliasMirror) -> N
         return {
             "status": "stalled" if controller.is_stalled() else "degraded" if found else "ok",
             "alarms": found,
-            "aliases": mirror.fault,
+            "aliases": aliases(),
             "frozen": controller.decisions.frozen(),
             "under_way": controller.files.under_way(),
         }
@@ -160,12 +153,6 @@ def _add_reading(app: FastAPI, controller: Controller, mirror: AliasMirror) -> N
     @app.get("/ledger/{table}")
     def ledger(table: str, policy: str | None = None, limit: Limit = 1000) -> list[dict[str, Any]]:
         return read_ledger(controller, table, policy, limit)
-
-    live = LivePage(controller)
-
-    @app.get("/", response_class=HTMLResponse)
-    def page() -> str:
-        return live.html()
 
 
 def _add_policies_and_releases(app: FastAPI, controller: Controller) -> None:
@@ -193,22 +180,17 @@ def _add_policies_and_releases(app: FastAPI, controller: Controller) -> None:
 
     @app.post("/releases")
     def start(body: ReleaseBody, key: Admin) -> dict[str, Any]:
-        with controller.lock:
-            by = key.named(body.by)
-            release = decisions.start(
-                body.policy, body.digest, body.settings, body.skip_gates, by, body.replaces
-            )
+        by = key.named(body.by)
+        release = decisions.start(body.policy, body.digest, body.settings, body.skip_gates, by, body.replaces)
         return _with_evidence(controller, release)
 
     @app.post("/releases/{release_id}/approve")
     def approve(release_id: str, body: HoldBody, key: Admin) -> dict[str, Any]:
-        with controller.lock:
-            return asdict(decisions.approve(release_id, key.named(body.by), body.reason))
+        return asdict(decisions.approve(release_id, key.named(body.by), body.reason))
 
     @app.post("/releases/{release_id}/hold")
     def hold(release_id: str, body: HoldBody, key: Admin) -> dict[str, Any]:
-        with controller.lock:
-            return asdict(decisions.hold(release_id, key.named(body.by), body.reason))
+        return asdict(decisions.hold(release_id, key.named(body.by), body.reason))
 
 
 def _add_decisions(app: FastAPI, controller: Controller) -> None:
@@ -217,29 +199,25 @@ def _add_decisions(app: FastAPI, controller: Controller) -> None:
     @app.post("/probes")
     def probe(body: ProbeBody, _key: Admin) -> dict[str, Any]:
         """Store the result of a revision's effect probe. A refused revision gets a tombstone."""
-        with controller.lock:
+        with decisions.lock:
             changes.record_probe(body.policy, body.digest, body.result)
         return body.result.to_json()
 
     @app.post("/promote")
     def promote(body: RevisionBody, key: Admin) -> dict[str, Any]:
-        with controller.lock:
-            return asdict(decisions.promote(body.policy, body.digest, key.named(body.by), body.reason))
+        return asdict(decisions.promote(body.policy, body.digest, key.named(body.by), body.reason))
 
     @app.post("/rollback")
     def rollback(body: RevisionBody, key: Admin) -> dict[str, Any]:
-        with controller.lock:
-            return asdict(decisions.rollback(body.policy, body.digest, key.named(body.by), body.reason))
+        return asdict(decisions.rollback(body.policy, body.digest, key.named(body.by), body.reason))
 
     @app.post("/lift")
     def lift(body: RevisionBody, key: Admin) -> dict[str, Any]:
-        with controller.lock:
-            return asdict(decisions.lift(body.policy, body.digest, key.named(body.by), body.reason))
+        return asdict(decisions.lift(body.policy, body.digest, key.named(body.by), body.reason))
 
     @app.post("/restore")
     def restore(body: RestoreBody, key: Admin) -> dict[str, Any]:
-        with controller.lock:
-            return asdict(decisions.restore(body.policy, body.digest, key.named(body.by), body.reason))
+        return asdict(decisions.restore(body.policy, body.digest, key.named(body.by), body.reason))
 
     @app.post("/purge")
     def purge(body: PurgeBody, key: Admin) -> dict[str, int]:
@@ -266,38 +244,11 @@ def _add_decisions(app: FastAPI, controller: Controller) -> None:
 
     @app.post("/freeze")
     def freeze(body: HoldBody, key: Admin) -> dict[str, Any]:
-        with controller.lock:
-            return {"frozen": decisions.freeze(key.named(body.by), body.reason)}
+        return {"frozen": decisions.freeze(key.named(body.by), body.reason)}
 
     @app.post("/thaw")
     def thaw(body: HoldBody, key: Admin) -> dict[str, Any]:
-        with controller.lock:
-            decisions.thaw(key.named(body.by), body.reason)
-            return {"frozen": decisions.frozen()}
-
-
-def _add_notices(app: FastAPI, controller: Controller, mirror: AliasMirror, own: str) -> None:
-    catalog = controller.catalog
-
-    @app.get("/notices")
-    def notices(limit: Limit = 100) -> list[dict[str, Any]]:
-        return [asdict(notice) for notice in catalog.notices.page(limit)]
-
-    @app.post("/notices/inbox")
-    async def inbox(request: Request) -> dict[str, str]:
-        """Store what a Prefect automation delivered; the default target of `prefect.notify_url`."""
-        text, link = read_delivery(await whole_body(request))
-        id = str(uuid.uuid4())
-        now = time.time()
-        catalog.notices.add(Notice(id, DELIVERED, "", None, text, link, now, sent_at=now))
-        return {"id": id}
-
-    @app.post(WEBHOOK)
-    async def webhook(request: Request) -> dict[str, bool]:
-        """Read MLflow's aliases now."""
-        check_signature(request, await whole_body(request), own)
-        mirror.wake()
-        return {"looking": True}
+        return {"frozen": decisions.thaw(key.named(body.by), body.reason)}
 
 
 def _add_events(app: FastAPI, controller: Controller) -> None:
@@ -313,15 +264,6 @@ def _add_events(app: FastAPI, controller: Controller) -> None:
         except OSError as error:
             raise ServiceError(f"The events could not be stored: {error}. They are sent again.") from None
         return {"bytes": len(lines)}
-
-
-def read_delivery(body: bytes) -> tuple[str, str]:
-    """Return (text, link) of a delivered body; one that is not JSON with these keys is all text."""
-    try:
-        data = json.loads(body)
-        return str(data["text"])[:2000], str(data.get("link", ""))[:2000]
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return body.decode(errors="replace")[:2000], ""
 
 
 def read_ledger(controller: Controller, table: str, policy: str | None, limit: int) -> list[dict[str, Any]]:

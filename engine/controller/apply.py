@@ -5,32 +5,32 @@ same end.
 """
 
 import uuid
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.catalog.catalog import Catalog, Release
 from engine.catalog.records import ENDS, VERDICTS
 from engine.controller.advance import Action, Evidence
-from engine.controller.notifications import released
 from engine.controller.route_changes import CODE_VERSION, EVENTS, RouteChanges
 from engine.ledger.ledger import Ledger, Spool
 from engine.settings.params import content_hash
 
+# Called with each release that has ended, perhaps twice: after a crash its verdict is said again.
+OnEnd = Callable[[Catalog, Release], object]
 NEXT_STEP = {"probe": "score", "score": "approval", "approval": "canary"}
 
 
 class Applier:
-    """Writes decisions to the catalog and the spool."""
+    """Writes decisions to the catalog and the spool; `on_end` is told of each release that ends."""
 
-    def __init__(self, catalog: Catalog, spool: Spool, site: str = ""):
+    def __init__(self, catalog: Catalog, spool: Spool, on_end: Sequence[OnEnd] = ()):
         self.changes = RouteChanges(catalog, spool)
         self._catalog = catalog
         self._spool = spool
-        self._site = site
+        self._on_end = on_end
 
     def apply(self, release: Release, action: Action, evidence: Evidence, by: str = "controller") -> Release:
-        """Carry out an action in the name of `by` and return the updated release."""
-        if action.kind == "wait":
-            return release
+        """Carry out an action other than `wait` in the name of `by`; return the updated release."""
         if action.kind == "next_gate":
             return self._update(release, step=NEXT_STEP[release.step], reason=action.reason)
         if action.kind == "start_canary":
@@ -40,9 +40,10 @@ class Applier:
         return self._end(release, action, evidence, by)
 
     def say_verdict(self, release: Release) -> None:
-        """Emit a release's verdict as a notification and a ledger row; both ids derive from the release."""
-        # The notification comes first: `say_missing` skips verdicts that the ledger has.
-        released(self._catalog, release, f"{self._site}/releases/{release.id}")
+        """Tell of a release's verdict, and emit its ledger row, whose id derives from the release."""
+        # The row comes last: `say_missing` skips verdicts that the ledger has.
+        for tell in self._on_end:
+            tell(self._catalog, release)
         self._spool.emit(
             "verdicts",
             id=verdict_id(release),

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from statistics import fmean
 
 from engine.catalog.catalog import Catalog, Release
-from engine.catalog.fleet import Fleet
 from engine.controller.advance import Evidence, LanguageScore, OfflineScore
 from engine.ledger.canaries import CanaryReader
 from engine.ledger.ledger import Ledger
@@ -19,12 +18,20 @@ from engine.quality.estimate import paired_difference, perplexity
 
 
 class EvidenceReader:
-    """Reads evidence on the thread that owns the ledger; `clock` is monotonic."""
+    """Reads evidence on the thread that owns the ledger; `clock` is monotonic.
 
-    def __init__(self, catalog: Catalog, clock: Callable[[], float] = time.monotonic):
+    `without` tells which engines lack a revision (policy, digest, base), and why: a canary waits for them.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        clock: Callable[[], float] = time.monotonic,
+        without: Callable[[str, str, str], dict[str, str]] = lambda policy, digest, base: {},
+    ):
         self._catalog = catalog
         self._clock = clock
-        self._fleet = Fleet(catalog, clock)
+        self._engines_without = without
         # Of each running release: its gate, and its canary's weight, and when each began by the clock.
         self._began: dict[tuple[str, str], tuple[tuple[object, ...], float]] = {}
         self._canaries: dict[str, CanaryReader] = {}
@@ -79,7 +86,7 @@ class EvidenceReader:
         """Return the engines without the revision; only before its users come."""
         if release.step != "canary" or release.canary_started_at is not None:
             return {}
-        return self._fleet.without(release.policy, release.revision, base)
+        return self._engines_without(release.policy, release.revision, base)
 
     def _score(self, release: Release, base: str, ledger: Ledger) -> OfflineScore | None:
         suite = self._catalog.policies.get(release.policy).config.get("suite", "")

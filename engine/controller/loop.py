@@ -1,16 +1,19 @@
 """The controller's loop: the only writer of routes, releases and ledger while it runs.
 
-Each turn renews the lease, ingests the spool, advances every running release, expires snapshots and publishes
-a new copy of the ledger; a large ledger is copied and rewritten beside the loop (`ledger_files.py`). One
-controller is active: the ledger's lock ensures it on one machine, the lease in the catalog between machines.
-The HTTP API is in `api.py`.
+Each turn renews the lease, ingests the spool and advances every running release: read its evidence, decide,
+apply. The chores that it does besides are handed in. At last it publishes a new copy of the ledger, a large
+one beside the loop (`ledger_files.py`). The HTTP API is in `api.py`.
+
+One controller is active: the ledger's lock ensures it on one machine, the lease in the catalog between
+machines.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -18,28 +21,19 @@ import duckdb
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.catalog.audit import acting
-from engine.catalog.catalog import Release, open_catalog
-from engine.clocks import TrustedClock
+from engine.catalog.catalog import Catalog, Release, open_catalog
 from engine.controller.advance import Evidence, advance
-from engine.controller.apply import Applier
+from engine.controller.apply import Applier, OnEnd
 from engine.controller.evidence import EvidenceReader
 from engine.controller.ledger_files import LedgerFiles
 from engine.controller.release_decisions import ReleaseDecisions
 from engine.controller.route_changes import LEASE, take_lease
 from engine.errors import Conflict, ServiceError
 from engine.ledger.ledger import Ledger, Spool
-from engine.ledger.purge import of_old
 from engine.settings.params import Params
 from engine.threads import LoopRequests
 from engine.work_metrics import WorkMetrics
 
-EXPIRE_S = 10.0
-SWEEP_S = 3600.0
-DAY_S = 86_400.0
-# How long delivered notices and engines that are silent stay in the catalog.
-NOTICES_DAYS, REPLICAS_DAYS = 90, 2
-# Feedback may arrive before the observation of its answer, which is emitted when the answer ends.
-AHEAD_S = 3600.0
 # Other threads wait this long for the loop: a few turns, also slow ones.
 TURNS_S = 60.0
 STALLED_S = 5.0
@@ -59,43 +53,55 @@ class ControllerMetrics:
             "graftwork_verdicts", "Releases that ended.", ["verdict"], registry=self.registry
         )
         self.releases = Gauge("graftwork_open_releases", "Releases that run.", registry=self.registry)
-        self.missed = Gauge(
-            "graftwork_nightly_missed",
-            "Nightly runs of the last day that did not complete.",
-            registry=self.registry,
-        )
         self.tick = Histogram("graftwork_tick_seconds", "One turn of the loop.", registry=self.registry)
         self.decision = Histogram(
             "graftwork_verdict_seconds", "From verdict to its end in the catalog.", registry=self.registry
         )
 
 
+@dataclass(frozen=True)
+class Chore:
+    """What the loop does besides its releases: `do`, on the loop's thread, every `every_s` seconds."""
+
+    name: str
+    every_s: float
+    do: Callable[["Controller"], object]
+
+
 class Controller:
     """The loop and its state. `tick` is one turn; `run` repeats it until `stop`."""
 
-    def __init__(self, params: Params, holder: str):
-        """Open catalog, ledger and spool; raises `Conflict` while another process holds ledger or lease."""
+    def __init__(
+        self,
+        params: Params,
+        holder: str,
+        chores: Sequence[Chore] = (),
+        on_end: Sequence[OnEnd] = (),
+        reader: Callable[[Catalog], EvidenceReader] = EvidenceReader,
+    ):
+        """Open catalog, ledger and spool; raises `Conflict` while another process holds ledger or lease.
+
+        `on_end` is told of each release that ends, `reader` makes what reads the evidence.
+        """
         self.params = params
         self.metrics = ControllerMetrics()
         self.catalog = open_catalog(params.paths)
         self.ledger: Ledger | None = Ledger(params.paths.ledger)
         self.spool = Spool(params.paths.spool, "controller")
-        self.applier = Applier(self.catalog, self.spool, params.url("controller"))
+        self.applier = Applier(self.catalog, self.spool, on_end)
         self.latest: dict[str, Evidence] = {}
         self.decisions = ReleaseDecisions(self.catalog, self.applier, params.release_of, self.latest)
         self.faults: dict[str, str] = {}
         self.last_tick = time.monotonic()
-        # Serializes the loop's decisions and people's requests.
-        self.lock = threading.Lock()
         self.requests = LoopRequests()
         self.files = LedgerFiles(params.paths, self._on_ledger, self.tell)
-        self.reader = EvidenceReader(self.catalog)
+        self.reader = reader(self.catalog)
+        self.chores = chores
         self._holder = holder
         self._fence = take_lease(self.catalog, holder, params.controller.lease_s)
         self._stopped = threading.Event()
         # When each part runs next (monotonic); what is not in it runs in the next turn.
         self.due: dict[str, float] = {}
-        self.clock = TrustedClock(params.paths.clock)
         self._caught_up = False
         # Epoch seconds of the start, and of the newest ingest that took everything.
         self.started_at, self.ingested_at = time.time(), 0.0
@@ -119,7 +125,8 @@ class Controller:
         self.due.clear()
         self.spool.close()
         self._part("ingest", self._ingest)
-        self._part("snapshot", self._last_snapshot)
+        if self.ledger:
+            self._part("snapshot", partial(self.ledger.snapshot, self.params.paths.ledger_snapshot))
         self.catalog.leases.release(LEASE, self._holder)
         if self.ledger:
             self.ledger.close()
@@ -132,11 +139,9 @@ class Controller:
             self._part("lease", self._renew_lease, self.params.controller.lease_s / 3)
             self._part("ingest", self._ingest)
             self._part("requests", self.requests.run_waiting)
-            self._part("releases", self._advance_all)
-            self._part("expire", lambda: self.catalog.lifecycle.expire(self.clock.now()), EXPIRE_S)
-            self._part("sweep", self._sweep, SWEEP_S)
-            self._part("retention", self._forget_old, DAY_S)
-            self._part("tidy", self._tidy, DAY_S)
+            self._part("releases", self._look_at_releases)
+            for chore in self.chores:
+                self._part(chore.name, partial(chore.do, self), chore.every_s)
             self._part("snapshot", self._snapshot, self.params.controller.snapshot_s)
         self.last_tick = time.monotonic()
 
@@ -195,7 +200,7 @@ class Controller:
             self.ledger = None
             raise
 
-    def _advance_all(self) -> None:
+    def _look_at_releases(self) -> None:
         releases = self.catalog.releases.all(open_only=True)
         self.metrics.releases.set(len(releases))
         self._forget_all_but({release.id for release in releases})
@@ -207,15 +212,14 @@ class Controller:
                 self._part(f"release {release.id}", partial(self._advance, release))
 
     def _advance(self, release: Release) -> None:
-        """Apply actions to one release until it waits or ends."""
+        """Read a release's evidence, decide, apply; again until it waits or ends."""
         assert self.ledger is not None
-        with self.lock:
+        with self.decisions.lock:
             release = self.catalog.releases.get(release.id)
             looked = None
             while release.state == "running":
                 looked = time.monotonic()
-                evidence = self.reader.read(release, self.ledger)
-                self.latest[release.id] = evidence
+                evidence = self.latest[release.id] = self.reader.read(release, self.ledger)
                 action = advance(release, evidence)
                 if action.kind == "wait":
                     return
@@ -230,23 +234,6 @@ class Controller:
             self.latest.pop(ended, None)
             self.faults.pop(f"release {ended}", None)
             self.reader.forget(ended)
-
-    def _sweep(self) -> None:
-        # A removal under way tells rows by their numbers, and counts those that are left.
-        if self.ledger and not self.files.is_removing():
-            # Only up to the last complete ingest: the spool may still hold the answer.
-            self.ledger.sweep(min(self.clock.now(), self.ingested_at) - AHEAD_S)
-
-    def _tidy(self) -> None:
-        """Remove rows that nobody asks for any more."""
-        now = self.clock.now()
-        self.catalog.notices.forget(now - NOTICES_DAYS * DAY_S)
-        self.catalog.replicas.forget(now - REPLICAS_DAYS * DAY_S)
-
-    def _forget_old(self) -> None:
-        days = self.params.controller.observations_days
-        if days and self.ledger and (removal := of_old(self.ledger, self.clock.now() - days * DAY_S)):
-            self.files.start_removal("retention", removal)
 
     def _on_ledger(self, work: Callable[[Ledger], T]) -> T:
         """Do short work on the loop's thread, on a ledger with everything that is spooled."""
@@ -268,10 +255,6 @@ class Controller:
     def _snapshot(self) -> None:
         if self.ledger:
             self.files.refresh(self.ledger)
-
-    def _last_snapshot(self) -> None:
-        if self.ledger:
-            self.ledger.snapshot(self.params.paths.ledger_snapshot)
 
 
 class _LeaseLost(Conflict):

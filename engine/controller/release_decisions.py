@@ -4,11 +4,13 @@ A person may skip score and canary, but never a tombstone, the effect probe or a
 rollbacks.
 """
 
+import threading
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -22,8 +24,23 @@ from engine.settings.releases import ReleaseConfig
 FREEZE = "freeze"
 
 
+Decision = TypeVar("Decision", bound=Callable[..., Any])
+
+
+def _one_at_a_time(decide: Decision) -> Decision:
+    @wraps(decide)
+    def locked(self: "ReleaseDecisions", *args: Any, **kwargs: Any) -> Any:
+        with self.lock:
+            return decide(self, *args, **kwargs)
+
+    return cast(Decision, locked)
+
+
 class ReleaseDecisions:
-    """Checks and carries out people's decisions; `latest` holds each running release's newest evidence."""
+    """Checks and carries out people's decisions; `latest` holds each running release's newest evidence.
+
+    Each holds `lock`, and so does the loop while it judges a release.
+    """
 
     def __init__(
         self,
@@ -36,7 +53,9 @@ class ReleaseDecisions:
         self._applier, self._changes = applier, applier.changes
         self._configured = configured
         self._latest = latest
+        self.lock = threading.RLock()
 
+    @_one_at_a_time
     def start(
         self,
         policy: str,
@@ -86,6 +105,7 @@ class ReleaseDecisions:
         self._catalog.releases.add(release)
         return release
 
+    @_one_at_a_time
     def approve(self, release_id: str, by: str, reason: str) -> Release:
         """Approve a release that waits for it; the first approval counts.
 
@@ -102,6 +122,7 @@ class ReleaseDecisions:
         approved = {"by": by, "reason": reason, "at": time.time()}
         return self._catalog.releases.update(release.id, release.version, approved=approved)
 
+    @_one_at_a_time
     def hold(self, release_id: str, by: str, reason: str) -> Release:
         """End a running release without changing the champion; one that has ended stays as it is.
 
@@ -114,6 +135,7 @@ class ReleaseDecisions:
             self.refuse_frozen()
         return self._applier.apply(release, Action("hold", reason), self._evidence(release), by)
 
+    @_one_at_a_time
     def promote(self, policy: str, digest: str, by: str, reason: str) -> Route:
         """Make a revision the champion now; its own running release ends promoted, another one held.
 
@@ -136,6 +158,7 @@ class ReleaseDecisions:
         self._changes.say_by_hand("promote", policy, revision.digest, by, reason, f"promote/{route.version}")
         return route
 
+    @_one_at_a_time
     def restore(self, policy: str, digest: str | None, by: str, reason: str) -> Route:
         """Make an earlier revision the champion again; without a digest, the route's `previous`.
 
@@ -146,6 +169,7 @@ class ReleaseDecisions:
             raise NotFound(f"Policy {policy!r} has no previous champion. Name a revision to restore.")
         return self.promote(policy, wanted, by, reason)
 
+    @_one_at_a_time
     def rollback(self, policy: str, digest: str, by: str, reason: str) -> Tombstone:
         """Roll a revision back: write its tombstone, then the route; champion, canary or neither."""
         revision = self._catalog.revisions.get(policy, digest)
@@ -158,19 +182,23 @@ class ReleaseDecisions:
         self._changes.say_by_hand("rollback", policy, revision.digest, stone.by, stone.reason, about)
         return stone
 
+    @_one_at_a_time
     def lift(self, policy: str, digest: str, by: str, reason: str) -> Tombstone:
         """Lift a tombstone; the route stays as it is."""
         revision = self._catalog.revisions.get(policy, digest)
         return self._changes.lift(policy, revision.digest, by, reason)
 
+    @_one_at_a_time
     def freeze(self, by: str, reason: str) -> str:
         """Block promotions and canaries until `thaw`; return the message that refused callers get."""
         self._switch(True, by, reason)
         return self.frozen() or ""
 
-    def thaw(self, by: str, reason: str) -> None:
-        """Allow promotions and canaries again."""
+    @_one_at_a_time
+    def thaw(self, by: str, reason: str) -> str | None:
+        """Allow promotions and canaries again; return what `frozen` then says."""
         self._switch(False, by, reason)
+        return self.frozen()
 
     def frozen(self) -> str | None:
         """Return why releases are frozen, or None."""

@@ -7,21 +7,17 @@ from contextlib import suppress
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from engine.backup.place import BACKED_UP
 from engine.controller.alarms import alarms
 from engine.controller.loop import Controller
 from engine.errors import GraftworkError
 from engine.state_metrics import StateMetrics
 
-LOOK_S = 60.0
-
 
 class StatusMetrics(Collector):
-    """The ledger's size and ages, alarms, notifications that wait, and the age of the last backup."""
+    """The ledger's size and ages, alarms, and notifications that wait."""
 
     def __init__(self, controller: Controller):
         self._controller = controller
-        self._backup_at, self._looked_at = 0.0, -LOOK_S
         StateMetrics(controller.metrics.registry, controller.params.paths)
         controller.metrics.registry.register(self)
 
@@ -39,15 +35,6 @@ class StatusMetrics(Collector):
         with suppress(GraftworkError):
             waiting = controller.catalog.notices.count_unsent()
             yield _gauge("notifications_unsent", "Notifications that wait.", waiting)
-            yield _gauge("backup_age_seconds", "Since the last backup, or the start.", now - self._backup())
-
-    def _backup(self) -> float:
-        """Return when the installation was last backed up, else when it began; looked up once a minute."""
-        if time.monotonic() - self._looked_at > LOOK_S:
-            audit = self._controller.catalog.audit
-            entry = audit.newest_of(BACKED_UP) or next(iter(audit.page(limit=1)), None)
-            self._backup_at, self._looked_at = entry.at if entry else time.time(), time.monotonic()
-        return self._backup_at
 
 
 def _gauge(name: str, what: str, value: float) -> GaugeMetricFamily:

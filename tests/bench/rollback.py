@@ -32,7 +32,7 @@ from _run import Run, options, start
 from engine.catalog.catalog import Catalog
 from engine.clients.controller import ControllerClient
 from engine.clients.http import ServiceClient
-from engine.controller.mlflow_registry import API, DIGEST_TAG, Registry, open_registry
+from engine.integrations.mlflow_registry import API, DIGEST_TAG, Registry, open_registry
 from engine.security.credentials import LOGIN_VARIABLES, USER, known_credential
 from engine.services.lifecycle import services
 from engine.services.own_environments import own_environments

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -14,7 +15,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.catalog.catalog import migrate
-from engine.controller.api import build_app
+from engine.controller.__main__ import whole_app, work_beside
 from engine.controller.loop import Controller
 from engine.security.credentials import credential
 from engine.serving.gateway.routing import Router
@@ -107,13 +108,15 @@ def told(tmp_path: Path) -> Iterator[set[str]]:
     LoadMetrics(registry)
     WorkMetrics(registry)
     StateMetrics(registry, params.paths)
-    app = build_app(controller, None)  # type: ignore[arg-type]
+    beside = work_beside(controller)
+    app = whole_app(controller, Mock(fault=None))
     headers = {"authorization": f"Bearer {credential(params.paths, 'controller')}"}
     text = TestClient(app, headers=headers).get("/metrics").text
     trainer = TrainerMetrics().render([], Queue(1, 1, list, list)).decode()  # type: ignore[arg-type]
     found = [*text_string_to_metric_families(text), *text_string_to_metric_families(trainer)]
     yield {name for one in [*found, *registry.collect(), *REGISTRY.collect()] for name in names_of(one)}
-    work.end()
+    for one in (work, *(thread.work for thread in beside)):
+        one.end()
     controller.close()
 
 

@@ -14,10 +14,10 @@ from fastapi.testclient import TestClient
 
 from engine.catalog.catalog import Catalog, migrate
 from engine.clients.controller import ControllerClient
-from engine.controller.api import build_app
+from engine.controller.__main__ import whole_app
 from engine.controller.loop import Controller
-from engine.controller.mlflow_aliases import AliasMirror
-from engine.controller.mlflow_registry import Registry
+from engine.integrations.mlflow_aliases import AliasMirror
+from engine.integrations.mlflow_registry import Registry
 from engine.settings.forms import ReleaseForm
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
@@ -72,8 +72,8 @@ def run(
 ) -> Callable[[int | None], int]:
     """Return a way to run the flow, killed after its n-th step; it returns how many steps were begun."""
     key = controller.catalog.keys.ensure_local(params.paths.local_key)
-    mirror = AliasMirror(controller.catalog, controller.decisions, controller.lock, Registry(httpx.Client()))
-    app, headers = build_app(controller, mirror), {"Authorization": f"Bearer {key}"}
+    mirror = AliasMirror(controller.catalog, controller.decisions, Registry(httpx.Client()))
+    app, headers = whole_app(controller, mirror), {"Authorization": f"Bearer {key}"}
 
     def client(_: Params) -> ControllerClient:
         found = ControllerClient("http://controller", key)
@@ -117,7 +117,7 @@ def test_a_flow_that_is_killed_changes_nothing(
     def answer() -> None:
         """Approve the release, and have users reject its canary."""
         assert eventually(lambda: any(one.step == "approval" for one in catalog.releases.all()))
-        with controller.lock:
+        with controller.decisions.lock:
             controller.decisions.approve(catalog.releases.all()[0].id, "ann", "It looks right.")
         assert eventually(lambda: catalog.routes.get("sorting").canary == NEW)
         users.crowd(canary=0.0, baseline=1.0, pairs=8)
@@ -140,7 +140,7 @@ def test_the_flow_has_no_more_steps_than_those(
     def hold() -> None:
         with Catalog(params.paths.catalog_url) as catalog:
             assert eventually(lambda: catalog.releases.all())
-            with controller.lock:
+            with controller.decisions.lock:
                 controller.decisions.hold(catalog.releases.all()[0].id, "ann", "Enough.")
 
     person = threading.Thread(target=hold)

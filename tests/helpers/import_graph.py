@@ -15,6 +15,18 @@ from pathlib import Path
 PACKAGES = ("kernels", "engine", "tasks", "flows")
 # Folders of engine/ whose own folders are rooms too.
 HOUSES = ("engine.serving", "engine.training")
+# Modules that put a process together from rooms of every place: each is a room of its own, the last of all.
+ENTRIES = ("engine.controller.__main__",)
+# What an installation can do without, and who alone in the engine may import it: other optional parts, and
+# the entries, which put a process together and hand it in. The main rooms know none of it.
+OPTIONAL = {
+    "engine.backup": {"engine.controller.__main__"},
+    "engine.catalog.fleet": {"engine.controller.__main__", "engine.training.spread"},
+    "engine.controller.upkeep": {"engine.controller.__main__"},
+    "engine.integrations": {"engine.controller.__main__"},
+    "engine.notifications": {"engine.controller.__main__", "engine.integrations"},
+    "engine.report": {"engine.controller.__main__"},
+}
 # Old places of documented imports, which hand on what now lives in a later room: no part of the house.
 OLD_PLACES = ("engine/adapters/bulk.py",)
 
@@ -80,12 +92,19 @@ class ImportGraph:
 
 
 def room_of(module: str) -> str:
-    """Return the folder of a module as a dotted name; a module at the root of engine/ is its own room."""
+    """Return a module's folder as a dotted name; one at the root of engine/, or an entry, is its own room."""
+    if module in ENTRIES:
+        return module
     house = next((house for house in HOUSES if module.startswith(f"{house}.")), "")
     parts = module.split(".")
     if house and len(parts) > 3:
         return ".".join(parts[:3])
     return ".".join(parts[:2]) if parts[0] == "engine" else parts[0]
+
+
+def is_in(module: str, places: Collection[str]) -> bool:
+    """Return whether a module is one of these modules, or in one of these rooms."""
+    return any(module == place or module.startswith(f"{place}.") for place in places)
 
 
 def cycle_in(pairs: Collection[tuple[str, str]]) -> list[str]:

@@ -28,11 +28,11 @@ from engine.catalog.catalog import Catalog, Policy
 from engine.catalog.leases import BACKUP
 from engine.catalog.records import AuditEntry
 from engine.clients.controller import ControllerClient
-from engine.controller.api import build_app
+from engine.controller.__main__ import whole_app
 from engine.controller.loop import Controller
-from engine.controller.mlflow_aliases import AliasMirror, find_moves
-from engine.controller.mlflow_registry import Registry
 from engine.errors import ConfigError, Conflict, DamagedBytes, GraftworkError, MissingBytes, NotFound
+from engine.integrations.mlflow_aliases import AliasMirror, find_moves
+from engine.integrations.mlflow_registry import Registry
 from engine.ledger import ledger as ledgers
 from engine.ledger.ledger import Spool, open_snapshot
 from engine.metering.dead_gateways import close_dead
@@ -382,8 +382,8 @@ def running(params: Params, patch: pytest.MonkeyPatch) -> Iterator[Controller]:
     controller = Controller(params, "test")
     turning = threading.Thread(target=controller.run)
     turning.start()
-    mirror = AliasMirror(controller.catalog, controller.decisions, controller.lock, Registry(None))
-    client = TestClient(build_app(controller, mirror))
+    mirror = AliasMirror(controller.catalog, controller.decisions, Registry(None))
+    client = TestClient(whole_app(controller, mirror))
 
     def connected(url: str, key: str, *_: Any) -> ControllerClient:
         ours = ControllerClient(url, key)

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from engine.base.resident import BaseInfo
 from engine.catalog.catalog import Catalog, Policy, Release
 from engine.clients.controller import ControllerClient
-from engine.controller.api import build_app
+from engine.controller.__main__ import whole_app
 from engine.controller.loop import Controller
-from engine.controller.mlflow_aliases import AliasMirror
-from engine.controller.mlflow_registry import Registry
 from engine.errors import ConfigError, Conflict, NotFound, ServiceError
+from engine.integrations.mlflow_aliases import AliasMirror
+from engine.integrations.mlflow_registry import Registry
 from engine.ledger.ledger import Spool, open_snapshot
 from engine.publishing.publish import location
 from engine.settings.params import Params, load_params
@@ -396,8 +396,8 @@ def test_a_running_controller_purges_its_own_ledger(params, catalog, monkeypatch
     with running(params) as controller:
         built = controller.last_tick
         assert eventually(lambda: controller.last_tick > built)
-        mirror = AliasMirror(catalog, controller.decisions, controller.lock, Registry(None))
-        client = TestClient(build_app(controller, mirror))
+        mirror = AliasMirror(catalog, controller.decisions, Registry(None))
+        client = TestClient(whole_app(controller, mirror))
         refused = client.post("/purge", json={"policy": "gone"})
         assert refused.status_code == 401
 

@@ -16,12 +16,12 @@ import uvicorn
 
 from engine.catalog.catalog import Catalog, migrate
 from engine.clients.controller import ControllerClient
-from engine.controller.api import build_app
+from engine.controller.__main__ import whole_app
 from engine.controller.loop import Controller
-from engine.controller.mlflow_aliases import AliasMirror
-from engine.controller.mlflow_registry import Registry
 from engine.controller.route_changes import GATE, LEASE, alone, controller_serves, take_lease
 from engine.errors import Conflict, ServiceError
+from engine.integrations.mlflow_aliases import AliasMirror
+from engine.integrations.mlflow_registry import Registry
 from engine.ledger.ledger import Ledger
 from engine.quality.probe import ProbeResult
 from engine.settings.params import Params
@@ -65,9 +65,9 @@ def controller(
         yield None
         return
     controller = Controller(params, "test")
-    mirror = AliasMirror(controller.catalog, controller.decisions, controller.lock, Registry(httpx.Client()))
+    mirror = AliasMirror(controller.catalog, controller.decisions, Registry(httpx.Client()))
     server = uvicorn.Server(
-        uvicorn.Config(build_app(controller, mirror), log_level="warning", lifespan="off")
+        uvicorn.Config(whole_app(controller, mirror), log_level="warning", lifespan="off")
     )
     listener = socket.create_server(("127.0.0.1", params.controller.port))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

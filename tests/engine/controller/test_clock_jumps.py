@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.catalog.catalog import Catalog, Release, migrate
+from engine.controller.__main__ import whole_controller
 from engine.controller.evidence import EvidenceReader
 from engine.controller.loop import Controller
 from engine.ledger.ledger import Ledger
@@ -59,7 +60,7 @@ def controller(params: Params, clocks: Clocks) -> Iterator[Controller]:
     catalog = Catalog(params.paths.catalog_url)
     fill(catalog)
     catalog.close()
-    controller = Controller(params, "test")
+    controller = whole_controller(params, "test")
     yield controller
     controller.close()
 
@@ -81,7 +82,7 @@ def state_of(controller: Controller, release: Release) -> tuple[str, str]:
 def restarted(controller: Controller) -> Controller:
     """Return another controller in this one's place; the fixture closes it instead."""
     controller.close()
-    again = Controller(controller.params, "test")
+    again = whole_controller(controller.params, "test")
     vars(controller).update(vars(again))
     return controller
 

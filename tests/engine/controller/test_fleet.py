@@ -28,7 +28,12 @@ class World:
         self.catalog = Catalog(params.paths.catalog_url)
         fill(self.catalog)
         self.controller = Controller(params, "test")
-        self.controller.reader = EvidenceReader(self.controller.catalog, lambda: self.now)
+
+        def now() -> float:
+            return self.now
+
+        fleet = Fleet(self.catalog, now)
+        self.controller.reader = EvidenceReader(self.catalog, now, fleet.without)
         self.engines: dict[str, Replica] = {}
 
     def join(self, id: str, base: str = "base") -> None:

@@ -12,10 +12,10 @@ import pytest
 from fastapi.testclient import TestClient
 
 from engine.catalog.catalog import Catalog, migrate
-from engine.controller.api import build_app
+from engine.controller.__main__ import whole_app
 from engine.controller.loop import Controller
-from engine.controller.mlflow_aliases import AliasMirror
-from engine.controller.mlflow_registry import Registry
+from engine.integrations.mlflow_aliases import AliasMirror
+from engine.integrations.mlflow_registry import Registry
 from engine.settings.params import Params
 from tests.helpers.access_matrix import CONTROLLER
 from tests.helpers.random_requests import body
@@ -37,8 +37,8 @@ def web(tmp_path: Path) -> Iterator[TestClient]:
     fill(Catalog(params.paths.catalog_url))
     controller = Controller(params, "test")
     key = controller.catalog.keys.ensure_local(params.paths.local_key)
-    mirror = AliasMirror(controller.catalog, controller.decisions, controller.lock, Registry(httpx.Client()))
-    with TestClient(build_app(controller, mirror), headers={"Authorization": f"Bearer {key}"}) as client:
+    mirror = AliasMirror(controller.catalog, controller.decisions, Registry(httpx.Client()))
+    with TestClient(whole_app(controller, mirror), headers={"Authorization": f"Bearer {key}"}) as client:
         yield client
     controller.close()
 

@@ -14,6 +14,7 @@ from fastapi.testclient import TestClient
 
 from engine.catalog.catalog import Catalog, migrate
 from engine.controller import ledger_files
+from engine.controller.__main__ import whole_controller
 from engine.controller.loop import Controller
 from engine.errors import ServiceError
 from engine.ledger.ledger import open_snapshot
@@ -44,7 +45,7 @@ def controller(params: Params) -> Iterator[Controller]:
     """A controller whose loop turns in a thread of its own."""
     migrate(params.paths.catalog_url)
     fill(Catalog(params.paths.catalog_url))
-    controller = Controller(params, "test")
+    controller = whole_controller(params, "test")
     turning = background(controller.run)
     yield controller
     controller.stop()

@@ -20,11 +20,13 @@ from engine import clocks
 from engine.catalog.catalog import Catalog, Release, migrate
 from engine.clients.controller import ControllerClient
 from engine.clocks import TrustedClock
+from engine.controller.__main__ import whole_controller
 from engine.controller.advance import Action
 from engine.controller.apply import Applier
 from engine.controller.evidence import EvidenceReader
 from engine.controller.loop import Controller
 from engine.controller.route_changes import LEASE, outlast_lease, take_lease
+from engine.controller.upkeep import upkeep
 from engine.errors import Conflict, NotFound, ServiceError
 from engine.ledger.ledger import Ledger, Spool, open_snapshot
 from engine.quality.canary import CanaryResult, FeedbackCounts
@@ -48,7 +50,7 @@ def params(tmp_path: Path) -> Params:
 def controller(params: Params) -> Iterator[Controller]:
     migrate(params.paths.catalog_url)
     fill(Catalog(params.paths.catalog_url))
-    controller = Controller(params, "test")
+    controller = whole_controller(params, "test")
     yield controller
     controller.close()
 
@@ -103,7 +105,7 @@ def test_a_bad_canary_is_buried_and_a_good_one_promoted(controller: Controller, 
 def test_the_base_is_the_baseline_of_a_first_canary(params: Params, users: Users) -> None:
     migrate(params.paths.catalog_url)
     fill(Catalog(params.paths.catalog_url), champion=None)
-    controller = Controller(params, "test")
+    controller = whole_controller(params, "test")
     release = start(controller)
     controller.tick()
     users.crowd(canary=1.0, baseline=0.0, pairs=12, champion=None)
@@ -279,7 +281,7 @@ def test_evidence_grows_the_same_after_a_restart(
     before = controller.latest[release.id].canary
     assert before.pairs == 35
     controller.close()
-    again = Controller(params, "test")
+    again = whole_controller(params, "test")
     again.tick()
     assert again.latest[release.id].canary == before
     controller.catalog = again.catalog
@@ -544,7 +546,7 @@ def test_feedback_waits_for_answers_that_cannot_be_taken_in(
 def test_a_clock_that_jumps_ahead_expires_nothing_until_it_has_held(controller: Controller) -> None:
     catalog, wall, steady = controller.catalog, [1000.0], [0.0]
     file = controller.params.paths.clock
-    controller.clock = TrustedClock(file, lambda: wall[0], lambda: steady[0])
+    controller.chores = upkeep(controller.params, TrustedClock(file, lambda: wall[0], lambda: steady[0]))
     catalog.revisions.add_many(
         [replace(catalog.revisions.get("sorting", THIRD), digest="dd" * 32, expires_at=5000.0)]
     )
@@ -561,7 +563,7 @@ def test_a_clock_that_jumps_ahead_expires_nothing_until_it_has_held(controller: 
     assert "999990 s" in controller.faults["expire"]
     assert turn(1800, 1800)
     # Who sees the alarm and starts the services again must not make the jump believed.
-    controller.clock = TrustedClock(file, lambda: wall[0], lambda: steady[0])
+    controller.chores = upkeep(controller.params, TrustedClock(file, lambda: wall[0], lambda: steady[0]))
     assert turn(10, 10)
     # Set right, and wrong again: the hour begins anew.
     assert not turn(-1e6, 10)

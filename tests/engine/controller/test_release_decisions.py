@@ -14,10 +14,11 @@ from fastapi.testclient import TestClient
 
 from engine.catalog.catalog import Catalog, Notice, Release, migrate
 from engine.clients.controller import ControllerClient
-from engine.controller.health_monitor import MISSES, HealthMonitor
+from engine.controller.__main__ import whole_controller
 from engine.controller.loop import Controller
-from engine.controller.notifications import NotificationSender, drifted, engine_changed
 from engine.errors import Conflict, Gone, NotFound, ServiceError
+from engine.notifications.health_monitor import MISSES, HealthMonitor
+from engine.notifications.notices import NotificationSender, drifted, engine_changed
 from engine.serving.gateway.routing import Router
 from engine.settings.forms import ReleaseForm
 from engine.settings.params import Params
@@ -35,7 +36,7 @@ def controller(tmp_path: Path) -> Iterator[Controller]:
     params = Params(state_dir=tmp_path / "state", release=ReleaseConfig(min_units=10))
     migrate(params.paths.catalog_url)
     fill(Catalog(params.paths.catalog_url))
-    controller = Controller(params, "test")
+    controller = whole_controller(params, "test")
     yield controller
     controller.close()
 

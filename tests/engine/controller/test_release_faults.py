@@ -14,12 +14,13 @@ import httpx
 import pytest
 
 from engine.catalog.catalog import Catalog, Release, migrate
+from engine.controller.__main__ import whole_controller
 from engine.controller.loop import Controller
-from engine.controller.mlflow_aliases import AliasMirror
-from engine.controller.mlflow_registry import Registry
-from engine.controller.notifications import NotificationSender
 from engine.controller.route_changes import LEASE
 from engine.errors import Conflict
+from engine.integrations.mlflow_aliases import AliasMirror
+from engine.integrations.mlflow_registry import Registry
+from engine.notifications.notices import NotificationSender
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
 from tests.helpers.canary_users import Users
@@ -39,7 +40,7 @@ def params(tmp_path: Path) -> Params:
 def controller(params: Params) -> Iterator[Controller]:
     migrate(params.paths.catalog_url)
     fill(Catalog(params.paths.catalog_url))
-    controller = Controller(params, "first")
+    controller = whole_controller(params, "first")
     yield controller
     controller.close()
 
@@ -76,12 +77,12 @@ def test_another_controller_takes_over_once_the_lease_has_expired(
     assert controller.ledger is not None
     controller.ledger.close()
     with pytest.raises(Conflict, match="first"):
-        Controller(params, "second")
+        whole_controller(params, "second")
     # As if its time had passed.
     lease = controller.catalog.leases.find(LEASE)
     assert lease is not None
     controller.catalog.leases.renew(LEASE, "first", lease.fence, ttl_s=-1)
-    second = Controller(params, "second")
+    second = whole_controller(params, "second")
     try:
         second.tick()
         assert state_of(second, release) == "rolled_back"
@@ -228,7 +229,7 @@ def test_servers_that_hang_delay_no_verdict_and_no_person(controller: Controller
     release, hanging = start(controller), Hanging()
     client = httpx.Client(transport=hanging, base_url="http://mlflow")
     registry = Registry(client)
-    mirror = AliasMirror(controller.catalog, controller.decisions, controller.lock, registry)
+    mirror = AliasMirror(controller.catalog, controller.decisions, registry)
     sender = NotificationSender(controller.catalog, client)
     mirror.start()
     sender.start()
@@ -238,7 +239,7 @@ def test_servers_that_hang_delay_no_verdict_and_no_person(controller: Controller
         began = time.monotonic()
         controller.tick()
         assert state_of(controller, release) == "rolled_back"
-        with controller.lock:
+        with controller.decisions.lock:
             controller.decisions.lift("sorting", NEW, "ann", "Once more.")
             controller.decisions.promote("sorting", NEW, "ann", "It is better.")
         assert time.monotonic() - began < 20

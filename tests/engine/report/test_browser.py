@@ -17,11 +17,11 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from engine.catalog.catalog import Catalog
-from engine.controller import page as controller_page
-from engine.controller.api import build_app
+from engine.controller.__main__ import whole_app
 from engine.controller.loop import Controller
-from engine.controller.mlflow_aliases import AliasMirror
-from engine.controller.mlflow_registry import Registry
+from engine.integrations.mlflow_aliases import AliasMirror
+from engine.integrations.mlflow_registry import Registry
+from engine.report import live_page as controller_page
 from engine.settings.params import Params
 from engine.settings.services import ControllerConfig
 from tasks.publish import write_report
@@ -220,10 +220,10 @@ def site(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> Iterator[st
     """The controller's own site, served; the page is made anew each time."""
     monkeypatch.setattr(controller_page, "FRESH_S", 0.0)
     monkeypatch.setattr(controller_page, "IDLE_SHARE", 0)
-    mirror = AliasMirror(controller.catalog, controller.decisions, controller.lock, Registry(httpx.Client()))
+    mirror = AliasMirror(controller.catalog, controller.decisions, Registry(httpx.Client()))
     port = controller.params.controller.port
     server = uvicorn.Server(
-        uvicorn.Config(build_app(controller, mirror), port=port, log_level="warning", lifespan="off")
+        uvicorn.Config(whole_app(controller, mirror), port=port, log_level="warning", lifespan="off")
     )
     listener = socket.create_server(("127.0.0.1", port))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -16,8 +16,8 @@ import pytest
 
 from engine.catalog.catalog import Catalog, migrate
 from engine.controller.loop import Controller
-from engine.controller.mlflow_aliases import REFUSED, AliasMirror, AliasMove, find_moves, is_older
-from engine.controller.mlflow_registry import Model, Registry
+from engine.integrations.mlflow_aliases import REFUSED, AliasMirror, AliasMove, find_moves, is_older
+from engine.integrations.mlflow_registry import Model, Registry
 from engine.services.lifecycle import environment
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
@@ -110,7 +110,7 @@ def mlflow(client: httpx.Client) -> Mlflow:
 
 @pytest.fixture
 def mirror(controller: Controller, mlflow: Mlflow) -> AliasMirror:
-    mirror = AliasMirror(controller.catalog, controller.decisions, controller.lock, Registry(mlflow.client))
+    mirror = AliasMirror(controller.catalog, controller.decisions, Registry(mlflow.client))
     mirror.mirror()
     assert mlflow.aliases() == {"champion": "1"}
     return mirror
@@ -351,7 +351,7 @@ class Memory(Registry):
 )
 def test_any_order_of_moves_and_faults_ends_in_one_state(controller: Controller, seed: int) -> None:
     chance, registry = random.Random(seed), Memory()
-    mirror = AliasMirror(controller.catalog, controller.decisions, controller.lock, registry)
+    mirror = AliasMirror(controller.catalog, controller.decisions, registry)
     controller.decisions.rollback("sorting", THIRD, "ada", "Never again.")
 
     def person() -> None:
@@ -390,7 +390,7 @@ def test_any_order_of_moves_and_faults_ends_in_one_state(controller: Controller,
 
 def test_our_own_write_that_was_cut_off_is_nobodys_move(controller: Controller) -> None:
     registry = Memory()
-    mirror = AliasMirror(controller.catalog, controller.decisions, controller.lock, registry)
+    mirror = AliasMirror(controller.catalog, controller.decisions, registry)
     mirror.mirror()
     controller.applier.changes.promote("sorting", NEW, "better", "controller")
     registry.calls, registry.fail_at = itertools.count(), 3
@@ -479,7 +479,6 @@ def test_a_registry_that_takes_no_webhook_is_still_polled(
     mirror = AliasMirror(
         controller.catalog,
         controller.decisions,
-        controller.lock,
         registry,
         hook="ftp://nowhere/mlflow/webhook",
     )

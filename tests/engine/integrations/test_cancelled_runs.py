@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from engine.catalog.catalog import Catalog, Release, migrate
-from engine.controller.cancelled_runs import CancelledRuns
 from engine.controller.loop import Controller
+from engine.integrations.cancelled_runs import CancelledRuns
 from engine.settings.params import Params
 from tests.helpers.rows import NEW, OLD, fill
 
@@ -51,7 +51,7 @@ def prefect() -> Prefect:
 @pytest.fixture
 def runs(controller: Controller, prefect: Prefect) -> CancelledRuns:
     client = httpx.Client(base_url="http://prefect", transport=httpx.MockTransport(prefect))
-    return CancelledRuns(controller.catalog, controller.decisions, controller.lock, client)
+    return CancelledRuns(controller.catalog, controller.decisions, client)
 
 
 def start(controller: Controller, prefect: Prefect, state: str) -> Release:

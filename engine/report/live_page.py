@@ -6,6 +6,9 @@ It loads nothing from other servers.
 import threading
 import time
 
+from fastapi import APIRouter
+from fastapi.responses import HTMLResponse
+
 from engine.controller.alarms import alarms
 from engine.controller.loop import Controller
 from engine.errors import NotFound
@@ -13,6 +16,17 @@ from engine.report.pages import MAX_POLICIES, ReportData, collect, render
 
 # The page is rendered once in this time at most, and takes at most a tenth of one core.
 FRESH_S, IDLE_SHARE = 1.0, 10
+
+
+def page_router(controller: Controller) -> APIRouter:
+    """Return the route of a controller's page."""
+    router, live = APIRouter(), LivePage(controller)
+
+    @router.get("/", response_class=HTMLResponse)
+    def page() -> str:
+        return live.html()
+
+    return router
 
 
 class LivePage:

@@ -4,7 +4,7 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 
 import httpx
-from prometheus_client import Gauge
+from prometheus_client import CollectorRegistry, Gauge
 
 from engine.threads import PeriodicThread
 
@@ -18,11 +18,16 @@ LATE = {"name": {"any_": ["Late"]}}
 
 
 class MissedRuns(PeriodicThread):
-    """Asks Prefect's server once a minute; `client` has its URL as base."""
+    """Asks Prefect's server once a minute; `client` has its URL as base, the metric is in `registry`."""
 
-    def __init__(self, client: httpx.Client, gauge: Gauge):
+    def __init__(self, client: httpx.Client, registry: CollectorRegistry):
         super().__init__("missed-runs", EVERY_S, self.look)
-        self._client, self._gauge = client, gauge
+        self._client = client
+        self._gauge = Gauge(
+            "graftwork_nightly_missed",
+            "Nightly runs of the last day that did not complete.",
+            registry=registry,
+        )
 
     def look(self) -> None:
         """Set the gauge; raises `httpx.HTTPError`."""

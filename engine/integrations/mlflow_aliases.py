@@ -16,16 +16,15 @@ revisions is missing there is an alarm; once all exist, the aliases are written 
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
 
 from engine.catalog.audit import acting
 from engine.catalog.catalog import AliasNote, Catalog, Route
-from engine.controller.mlflow_registry import Model, Registry
-from engine.controller.notifications import refused
 from engine.controller.release_decisions import ReleaseDecisions
 from engine.errors import GraftworkError
+from engine.integrations.mlflow_registry import Model, Registry
+from engine.notifications.notices import refused
 from engine.threads import PeriodicThread
 
 INTERVAL_S = 1.0
@@ -67,15 +66,14 @@ def is_older(model: Model, notes: dict[str, AliasNote]) -> bool:
 class AliasMirror(PeriodicThread):
     """Keeps aliases and routes equal, on a thread of its own.
 
-    `lock` is the controller's: decisions hold it, calls to MLflow do not. `link` is the URL in notifications
-    of refusals, `hook` the URL that MLflow's webhook posts to, signed with `secret`.
+    A move holds the lock of `decisions`, calls to MLflow do not. `link` is the URL in notifications of
+    refusals, `hook` the URL that MLflow's webhook posts to, signed with `secret`.
     """
 
     def __init__(
         self,
         catalog: Catalog,
         decisions: ReleaseDecisions,
-        lock: Any,
         registry: Registry,
         link: str = "",
         hook: str = "",
@@ -84,7 +82,6 @@ class AliasMirror(PeriodicThread):
         super().__init__("aliases", INTERVAL_S, self._mirror_hooked)
         self._catalog = catalog
         self._decisions = decisions
-        self._lock = lock
         self._registry = registry
         self._link = link
         self._hook, self._secret = hook, secret
@@ -169,7 +166,7 @@ class AliasMirror(PeriodicThread):
 
     def _carry_out(self, model: Model, move: AliasMove) -> None:
         digest = self._registry.digest(model.name, move.version) if move.version else None
-        with self._lock:
+        with self._decisions.lock:
             refusal = self._decide(model.name, move, digest)
         if refusal is not None:
             log.info("%s: alias %s to version %s: %s", model.name, move.role, move.version, refusal)

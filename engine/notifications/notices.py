@@ -25,8 +25,12 @@ DELIVERED = "graftwork.notice.delivered"
 log = logging.getLogger(__name__)
 
 
-def released(catalog: Catalog, release: Release, link: str) -> None:
-    """Notify that a release ended; also that the effect probe refused its revision, if it did."""
+def released(catalog: Catalog, release: Release, site: str) -> None:
+    """Notify that a release ended; also that the effect probe refused its revision, if it did.
+
+    `site` is the controller's URL, whose page of the release is the link.
+    """
+    link = f"{site}/releases/{release.id}"
     name = f"graftwork.release.{release.state}"
     _add(catalog, name, release.policy, release.revision, release.reason, link, release.id)
     probe = release.evidence.get("probe") or {}

@@ -10,11 +10,12 @@ from fastapi.testclient import TestClient
 
 from engine.catalog.catalog import migrate
 from engine.controller import alarms as alarms_of
-from engine.controller.alarms import LASTS_S, AlarmWatch, alarms
-from engine.controller.api import build_app
+from engine.controller.__main__ import whole_app
+from engine.controller.alarms import alarms
 from engine.controller.loop import Controller
-from engine.controller.notifications import NotificationSender, event_of
 from engine.errors import ServiceError
+from engine.notifications.alarm_watch import LASTS_S, AlarmWatch
+from engine.notifications.notices import NotificationSender, event_of
 from engine.security.credentials import credential
 from engine.settings.params import Params
 from engine.threads import WORKS
@@ -114,7 +115,7 @@ def test_a_notifier_that_fails_is_an_alarm(controller: Controller, monkeypatch: 
     assert "notifications" not in alarms(controller)
     sender.work.turn(sender.send)
     assert "Prefect does not answer" in alarms(controller)["notifications"]
-    app = build_app(controller, Mock(fault=None))
+    app = whole_app(controller, Mock(fault=None))
     headers = {"authorization": f"Bearer {credential(controller.params.paths, 'controller')}"}
     web = TestClient(app, headers=headers)
     status = web.get("/status").json()

@@ -5,7 +5,6 @@ killed is no Cancel: its release goes on.
 """
 
 import logging
-from typing import Any
 
 import httpx
 
@@ -25,15 +24,13 @@ log = logging.getLogger(__name__)
 class CancelledRuns(PeriodicThread):
     """Polls for cancelled runs while releases run; `client` has the URL of Prefect's server as base.
 
-    `lock` is the controller's: decisions hold it, calls to Prefect do not. Prefect knows no user, so a Cancel
-    is made in the name "prefect".
+    Prefect knows no user, so a Cancel is made in the name "prefect".
     """
 
-    def __init__(self, catalog: Catalog, decisions: ReleaseDecisions, lock: Any, client: httpx.Client):
+    def __init__(self, catalog: Catalog, decisions: ReleaseDecisions, client: httpx.Client):
         super().__init__("cancelled-runs", INTERVAL_S, self.look)
         self._catalog = catalog
         self._decisions = decisions
-        self._lock = lock
         self._client = client
 
     def look(self) -> None:
@@ -52,8 +49,7 @@ class CancelledRuns(PeriodicThread):
 
     def _hold(self, release_id: str, reason: str) -> None:
         try:
-            with self._lock:
-                self._decisions.hold(release_id, BY, reason)
+            self._decisions.hold(release_id, BY, reason)
         except GraftworkError as error:
             # Refused while releases are frozen; one release must not block the others.
             log.info("Release %s was cancelled in Prefect, and is not held: %s", release_id, error)

@@ -9,8 +9,8 @@ from engine.catalog.catalog import Catalog
 from engine.clients.engine import EngineClient
 from engine.controller.due import drift
 from engine.controller.facts import gather
-from engine.controller.notifications import drifted, engine_changed
 from engine.errors import GraftworkError
+from engine.notifications.notices import drifted, engine_changed
 from engine.settings.params import Params, known_policies
 from engine.threads import PeriodicThread
 
