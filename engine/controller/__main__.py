@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from engine.backup.age import BackupAge
 from engine.backup.ledger_archive import Archiver
 from engine.backup.place import BackupPlace
-from engine.catalog.catalog import Catalog, Release, migrate, open_catalog
+from engine.catalog.catalog import Catalog, migrate, open_catalog
 from engine.catalog.fleet import Fleet
 from engine.clients.http import connect
 from engine.clients.prefect import PrefectLogin
@@ -49,10 +49,8 @@ def whole_controller(params: Params, holder: str) -> Controller:
     def reader(catalog: Catalog) -> EvidenceReader:
         return EvidenceReader(catalog, without=Fleet(catalog).without)
 
-    def tell(catalog: Catalog, release: Release) -> None:
-        released(catalog, release, params.url("controller"))
-
-    return Controller(params, holder, upkeep(params), [tell], reader)
+    on_end = [partial(released, site=params.url("controller"))]
+    return Controller(params, holder, upkeep(params), on_end, reader)
 
 
 def whole_app(controller: Controller, mirror: AliasMirror) -> FastAPI:
@@ -65,12 +63,8 @@ def whole_app(controller: Controller, mirror: AliasMirror) -> FastAPI:
 
 def alias_mirror(controller: Controller) -> AliasMirror:
     """Return what keeps routes and aliases in MLflow equal."""
-    params = controller.params
-    registry, site, secret = (
-        open_registry(params),
-        params.url("controller"),
-        credential(params.paths, "controller"),
-    )
+    params, site = controller.params, controller.params.url("controller")
+    registry, secret = open_registry(params), credential(params.paths, "controller")
     return AliasMirror(controller.catalog, controller.decisions, registry, site, f"{site}{WEBHOOK}", secret)
 
 

@@ -132,7 +132,7 @@ class ReleaseDecisions:
         if release.state != "running":
             return release
         if self._catalog.routes.get(release.policy).canary == release.revision:
-            self.refuse_frozen()
+            self._refuse_frozen()
         return self._applier.apply(release, Action("hold", reason), self._evidence(release), by)
 
     @_one_at_a_time
@@ -143,7 +143,7 @@ class ReleaseDecisions:
         """
         revision = self._catalog.revisions.get(policy, digest)
         self._refuse_buried(policy, revision.digest)
-        self.refuse_frozen()
+        self._refuse_frozen()
         self._refuse_foreign(revision)
         if not (revision.probe or {}).get("accepted", False):
             raise Conflict(
@@ -208,8 +208,7 @@ class ReleaseDecisions:
         why = f" {said.reason}" if said else ""
         return f"Releases are frozen{why}. Only rollbacks are allowed until `graftwork thaw`."
 
-    def refuse_frozen(self) -> None:
-        """Raise `Conflict` while releases are frozen."""
+    def _refuse_frozen(self) -> None:
         if why := self.frozen():
             raise Conflict(why)
 
