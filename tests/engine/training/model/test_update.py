@@ -122,8 +122,12 @@ def test_the_gradient_does_not_depend_on_the_microbatches(base, adapter, data, l
         runs.append(gradients(used, adapter, examples, loss, config))
     assert len(sizes) >= 3
     assert min(sizes) == 1
+    # Another microbatch rounds a log-probability of float32 to a neighbour; a loss weighs it by advantage and
+    # ratio, which is below 2 here.
+    largest = max(abs(one) for example in data for one in example.old_logprobs)
+    rounding = torch.finfo(torch.float32).eps * largest * max(map(abs, ADVANTAGES)) * 2
     for found, taken in runs[1:]:
-        assert found.metrics.loss == pytest.approx(runs[0][0].metrics.loss, abs=1e-6)
+        assert found.metrics.loss == pytest.approx(runs[0][0].metrics.loss, abs=rounding)
         for key, gradient in taken.items():
             torch.testing.assert_close(gradient, runs[0][1][key], atol=1e-6, rtol=0)
     assert max(gradient.abs().max() for gradient in runs[0][1].values()) > 1e-3
