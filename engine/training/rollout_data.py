@@ -24,7 +24,7 @@ from engine.settings.params import content_hash, served_name
 from engine.settings.policies import PolicyConfig
 from engine.threads import background
 from engine.training.lineage import Line
-from engine.training.rollouts import Engines, Sample, Sampling, sample_groups, sample_over
+from engine.training.rollouts import Sample, SamplesGroups, Sampling, sample_groups
 from engine.training.service.protocol import Datum, EncodedText, ModelInput, TensorData
 
 
@@ -52,7 +52,7 @@ class Source:
     key: str
     base_name: str
     replays: bool = False
-    engines: Engines | None = None
+    engines: SamplesGroups | None = None
 
     def prompt_ids(self, question: Asked) -> list[int]:
         """Return a question's token ids under the policy's template, system prompt and examples."""
@@ -75,8 +75,8 @@ class Source:
 
     def sample(self, model: str, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Sample]]:
         """Return a group of samples for each prompt, in the prompts' order."""
-        if self.engines and list(self.engines.urls()) != [self.engine_url]:
-            return sample_over(self.engines.urls, self.key, model, prompts, sampling)
+        if self.engines is not None:
+            return self.engines.sample(self.key, model, prompts, sampling)
         return sample_groups(self.engine_url, self.key, model, prompts, sampling)
 
 

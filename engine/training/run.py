@@ -23,8 +23,8 @@ from engine.settings.params import Params, content_hash
 from engine.settings.policies import PolicyConfig
 from engine.training.lineage import Line, line_of
 from engine.training.rollout_data import Ahead, Source
-from engine.training.rollouts import Engines
 from engine.training.service.client import TrainerClient
+from engine.training.several_engines import Engines
 from engine.version import code_version
 
 

@@ -21,11 +21,16 @@ ENTRIES = ("engine.controller.__main__",)
 # the entries, which put a process together and hand it in. The main rooms know none of it.
 OPTIONAL = {
     "engine.backup": {"engine.controller.__main__"},
-    "engine.catalog.fleet": {"engine.controller.__main__", "engine.training.spread"},
+    "engine.catalog.fleet": {"engine.controller.__main__", "engine.training.several_engines"},
     "engine.controller.upkeep": {"engine.controller.__main__"},
     "engine.integrations": {"engine.controller.__main__"},
     "engine.notifications": {"engine.controller.__main__", "engine.integrations"},
     "engine.report": {"engine.controller.__main__"},
+    "engine.serving.gateway.limits": {"engine.serving.gateway.endpoints", "engine.serving.gateway.meter"},
+    "engine.serving.gateway.membership": {"engine.serving.gateway.endpoints"},
+    "engine.serving.gateway.meter": {"engine.serving.gateway.endpoints"},
+    "engine.serving.gateway.prewarming": {"engine.serving.gateway.endpoints"},
+    "engine.training.several_engines": {"engine.training.run"},
 }
 # Old places of documented imports, which hand on what now lives in a later room: no part of the house.
 OLD_PLACES = ("engine/adapters/bulk.py",)
