@@ -264,7 +264,7 @@ class Asking:
 class UsageWriter:
     """When the rows of one gateway are written. For one event loop."""
 
-    def __init__(self, usage: "UsageRows", draw: Callable[[Shortage], bool]):
+    def __init__(self, usage: UsageRows, draw: Callable[[Shortage], bool]):
         """`draw` draws from shared budgets; it waits for their database, in a thread."""
         self._usage, self._draw = usage, draw
         # What is to be written: who asks in this turn of the event loop, and what has ended since.
@@ -339,15 +339,20 @@ class UsageWriter:
 
     def _record(self, asking: Sequence[tuple[Metered, Sequence[Budget]]]) -> Sequence[int | Exception]:
         """Record what is asked for; return each one's number, or why it is refused."""
+        answers = self._try(asking)
+        refused = [
+            place for place, answer in enumerate(answers) if isinstance(answer, LimitReached | Shortage)
+        ]
+        if refused and self._ended:
+            # What has ended may give back what they lack.
+            self.flush()
+            again = self._try([asking[place] for place in refused])
+            for place, answer in zip(refused, again, strict=True):
+                answers[place] = answer
+        return answers
+
+    def _try(self, asking: Sequence[tuple[Metered, Sequence[Budget]]]) -> list[int | Exception]:
         try:
-            answers: list[int | Exception] = [*self._usage.record((), asking)]
-            refused = [place for place, answer in enumerate(answers) if isinstance(answer, Exception)]
-            if refused and self._ended:
-                # What has ended may give back what they lack.
-                self.flush()
-                again = self._usage.record((), [asking[place] for place in refused])
-                for place, answer in zip(refused, again, strict=True):
-                    answers[place] = answer
+            return [*self._usage.record((), asking)]
         except sqlite3.Error as error:
             return [error] * len(asking)
-        return answers

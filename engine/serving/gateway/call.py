@@ -229,10 +229,10 @@ class Call:
         """Whether a canary answers."""
         return self.target.arm == CANARY
 
-    def in_its_place(self, target: Target) -> "Call":
-        """Return the call of another target in place of this canary's, which has failed."""
+    def in_its_place(self) -> "Call":
+        """Return the call of whoever answers in place of this canary, which has failed."""
         other = copy(self)
-        other.parent, other.target, other.answer = self, target, self.answer.again()
+        other.parent, other.answer = self, self.answer.again()
         other.name, other.has_failed = None, False
         return other
 

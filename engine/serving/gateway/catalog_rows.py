@@ -147,6 +147,8 @@ class CatalogRows:
         self.seen = 0
         # Until when it is known whether the catalog can be read, and the newest time that it could be.
         self.looked_at = self.read_at = clock()
+        # What was committed before this time is known.
+        self.as_of = self.read_at
         # The newest look failed, or has taken too long already.
         self._fails = False
         self._looking, self._here = threading.Lock(), _Here()
@@ -196,6 +198,7 @@ class CatalogRows:
                 raise Unread
             return
         with self._looking:
+            began = self.clock()
             try:
                 version = self._changes.version()
                 if version != self._version:
@@ -205,6 +208,7 @@ class CatalogRows:
                         self._note(names)
                     self._version = version
                 self.read_at, self._fails, self._said = self.clock() - self._changes.age(), False, ""
+                self.as_of = began if self._is_file else self.read_at
             except ServiceError as error:
                 self._fails = True
                 if self._version is None:

@@ -120,11 +120,13 @@ async def forward(call: Call, app: App) -> None:
             if piece and has_more and not told:
                 return nothing()
             piece = told
-        if call.has_failed or answer.is_unanswered:
+        if answer.is_unanswered:
             # vLLM ends the answer to a client that has left with 200 and nothing in it.
             return nothing()
         if piece:
             answer.time()
+        if call.has_failed:
+            return nothing()
         if kept is not None:
             start, kept = kept, None
             if is_fault(answer.fault or answer.status):

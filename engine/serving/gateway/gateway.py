@@ -16,11 +16,12 @@ from engine.serving.gateway.api_errors import reason_of, send_error, send_no_key
 from engine.serving.gateway.asgi import App, Message, Receive, Refused, Send, answer
 from engine.serving.gateway.call import Call, GatewayState, new_seed, observe
 from engine.serving.gateway.forwarding import FORWARDED, answers_with, forward
-from engine.serving.gateway.holding import hold, instead_of, release, route
+from engine.serving.gateway.holding import hold, release, route
 from engine.serving.gateway.reading import read
-from engine.serving.gateway.route_table import EXACT, NOWHERE, Kind, find_route
+from engine.serving.gateway.route_table import EXACT, NOWHERE, Kind, find_below
 
 POLICY_VIOLATION = 1008
+PREFLIGHT = {b"origin", b"access-control-request-method"}
 TOO_MANY, SERVER_ERROR = 429, 500
 
 
@@ -44,22 +45,22 @@ class Gateway:
         # It answers preflights and adds its headers to refusals, too.
         if self._cors is None:
             self._cors = cross_origin(self._answer, state.settings.cors_origins)
-        if scope["method"] == "OPTIONS":
-            send = tagged(send, new_seed(None))
+        if scope["method"] == "OPTIONS" and dict(scope["headers"]).keys() >= PREFLIGHT:
+            # That middleware answers it alone.
+            send = tagged(send, id_of(scope, state), is_counted=True)
         await self._cors(scope, receive, send)
 
     async def _answer(self, scope: Any, receive: Receive, send: Send) -> None:
         """Answer a request, if only with a refusal."""
         state: GatewayState | None = getattr(scope["app"].state, "graftwork", None)
         scope.setdefault("state", {})
-        # What a proxy in front sets is the request's id.
-        is_given = state is not None and state.settings.proxy_sets_id
-        id = new_seed(dict(scope["headers"]).get(b"x-request-id", b"") if is_given else None)
+        id = id_of(scope, state)
         REQUEST.set(id)
         path, method = scope["path"], scope["method"]
-        endpoint = EXACT.get(path) or find_route(path) or NOWHERE
+        endpoint = EXACT.get(path) or find_below(path) or NOWHERE
         if not endpoint.roles and method in endpoint.methods:
-            # Load balancers ask twice a second: that is nobody's request. A call's headers are chosen, too.
+            # Load balancers ask twice a second: that is nobody's request. As of a call no cookie goes on,
+            # which FastAPI would parse in the square of its length (CVE-2024-7592).
             scope["headers"] = [header for header in scope["headers"] if header[0] in FORWARDED]
             return await self._app(scope, receive, tagged(send, id))
         if method == "OPTIONS" and endpoint is not NOWHERE:
@@ -95,7 +96,7 @@ class Gateway:
         try:
             await self._attempt(call)
             if call.has_failed:
-                call = call.in_its_place(await instead_of(call.state.router, call.target))
+                call = call.in_its_place()
                 await self._attempt(call)
         finally:
             # A failed attempt is not billed.
@@ -126,11 +127,19 @@ class Gateway:
             await forward(call, self._app)
 
 
-def tagged(send: Send, id: str) -> Send:
+def id_of(scope: Any, state: GatewayState | None) -> str:
+    """Return a request's id before its key is known: what a proxy in front sets, or a new one."""
+    is_given = state is not None and state.settings.proxy_sets_id
+    return new_seed(dict(scope["headers"]).get(b"x-request-id", b"") if is_given else None)
+
+
+def tagged(send: Send, id: str, is_counted: bool = False) -> Send:
     """Return a `send` that adds the request's id to an answer that is no call's."""
 
     def tag(message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":
+            if is_counted:
+                answers_with(message["status"], "").inc()
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", id.encode())]
         return send(message)
 

@@ -35,6 +35,8 @@ from engine.serving.gateway.limits import (
 
 # The share of the queue of cold loads that a tenant with policies of its own may take.
 LOAD_SHARE = 0.5
+# Accounts that are kept; another is made from the rows of its key.
+MOST_ACCOUNTS = 1 << 14
 TOKENS = Counter("graftwork_tokens", "Tokens of settled requests.", ["tenant", "kind"])
 RATE_HEADERS = tuple(
     tuple(f"x-ratelimit-{word}-{kind}".encode() for word in ("limit", "remaining", "reset"))
@@ -85,6 +87,9 @@ class Meter:
         found = self._accounts.get(key.id)
         if found is None or found.key is not key or found.tenant is not tenant:
             found = self._accounts[key.id] = Account.of(key, tenant, self._buckets)
+            if len(self._accounts) > MOST_ACCOUNTS:
+                # The buckets are kept beside it.
+                del self._accounts[next(iter(self._accounts))]
         return found
 
     def refuse_spent(self, call: Call) -> None:

@@ -203,7 +203,7 @@ class Router:
         """Return what `resolve` does, and when the look behind it began (the router's clock)."""
         if looks:
             self.rows.look()
-        read_at = self.rows.read_at
+        read_at = self.rows.as_of
         return self._resolve(model, unit, purpose, key), read_at
 
     def revision(self, policy: str, digest: str, may_be_old: bool = True) -> Revision:

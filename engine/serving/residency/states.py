@@ -1,7 +1,7 @@
 """The state machine of an adapter on this machine: states, events and transitions.
 
 `stored` is the default, so only adapters in another state have an entry. residency.py acts and reports each
-change as an event here.
+change as an event here. A request for an adapter that is in the host tier changes nothing, and is not told.
 """
 
 from collections import Counter

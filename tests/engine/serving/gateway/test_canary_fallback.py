@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -203,6 +204,19 @@ async def failed_for_nobody(receive, send):
 async def cut_off(receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": []})
     assert (await receive())["type"] == "http.disconnect"
+
+
+async def test_a_canary_whose_place_nobody_can_take_is_an_error_of_both(world, monkeypatch):
+    """Its own attempt is observed, and what its client got in the end."""
+    await warm(world, CANARY)
+    world.server.instead[f"sums@{CANARY[:12]}"] = answering(500)
+    silent = ServiceError("The catalog cannot be read. Try again.")
+    monkeypatch.setattr(world.state.router, "instead_of", Mock(side_effect=silent))
+    async with world.client() as client:
+        body = {"model": "sums", "prompt": "1", "user": unit_of(world, "canary")}
+        assert (await client.post("/v1/completions", json=body)).status_code == 503
+    rows = [row for table, row in world.events.rows if table == "observations"]
+    assert [(row["status"], row["id"].endswith("-canary")) for row in rows] == [(500, True), (503, False)]
 
 
 @pytest.mark.parametrize("answer", [ended_with_nothing, failed_for_nobody, cut_off])

@@ -4,6 +4,7 @@ import asyncio
 import json
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from unittest.mock import Mock
 
 import httpx
@@ -11,7 +12,7 @@ import pytest
 import uvicorn
 
 from engine.catalog.catalog import Tenant
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ServiceError
 from engine.metering import usage_rows
 from engine.metering.usage_rows import SETTLED_S
 from engine.serving.gateway.call import Call
@@ -85,6 +86,8 @@ async def test_the_piece_with_usage_is_for_those_who_ask(world: World):
             assert ("usage" in json.loads(events[-2])) == extra
             # Eight words and their end.
             assert len(events) == 10 + extra
+    # What was sent; the end of the stream, an empty piece, is none.
+    assert [row["pieces"] for _, row in world.events.rows] == [10, 10, 11]
     assert_exact(world)
 
 
@@ -434,6 +437,38 @@ async def test_an_end_that_could_not_be_written_is_written_without_another_reque
     async with asyncio.timeout(60):
         while world.usage_state("0") != "settled":
             await asyncio.sleep(0.01)
+
+
+async def test_a_second_try_that_cannot_be_written_leaves_those_of_the_first(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    """Where a budget refuses, what has ended is written first; an error then is of the refused ones alone."""
+    meter, wide, tight = world.state.meter, world.key(), limited(world, tokens_per_day=100)
+
+    def large(id: str) -> Call:
+        call = world.call(tight, id)
+        call.body_bytes, call.size = 10, replace(call.size, most_tokens=50)
+        return call
+
+    ending = world.call(wide, "1")
+    for call in (large("0"), ending):
+        await meter.open(call)
+    meter.settle(ended(ending, (1, 1)))
+    record, busy = world.usage.record, sqlite3.OperationalError("database is locked")
+
+    def locked_later(*given):
+        monkeypatch.setattr(world.usage, "record", Mock(side_effect=busy))
+        return record(*given)
+
+    monkeypatch.setattr(world.usage, "record", locked_later)
+    calls = [world.call(wide, "2"), large("3")]
+    opened = await asyncio.gather(*map(meter.open, calls), return_exceptions=True)
+    monkeypatch.setattr(world.usage, "record", record)
+    assert opened[0] is None
+    assert isinstance(opened[1], ServiceError)
+    assert rows(world)["2"][0] == "admitted"
+    meter.settle(ended(calls[0], (1, 1)))
+    assert rows(world)["2"][0] == "settled"
 
 
 async def test_scores_and_rollouts_are_apart(world: World):

@@ -489,10 +489,12 @@ async def test_options_say_what_is_allowed_and_pages_of_other_origins_are_not(wo
     other = open_world(tmp_path_factory.mktemp("cors"), GatewayConfig(cors_origins=("https://app.example",)))
     async with other.client(None) as client:
         allowed = await client.options("/v1/completions", headers=preflight)
+        bare = [await client.options(path) for path in ("/v1/completions", "/nothing")]
         refused = await client.post("/v1/completions", json={}, headers={"origin": "https://app.example"})
         stranger = await client.post("/v1/completions", json={}, headers={"origin": "https://evil.example"})
     other.close()
     assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+    assert all(len(one.headers.get_list("x-request-id")) == 1 for one in (allowed, refused, *bare))
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (
         401,
         "https://app.example",
