@@ -1,5 +1,7 @@
 """LoRA on latent attention's up-projection in its absorbed form, and the heads' rotation on CPU."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -80,11 +82,14 @@ def test_heads_are_rotated_by_their_own_tokens_position():
     """vLLM's kernel on the rank 3 that MLA gives it, patched, against the formula; stock is far off."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import get_rope
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.platforms import current_platform
 
-    from engine.serving.worker import mla_cpu
+    from engine.serving.vllm_plugin.plugin import rotate_heads_on_cpu
 
     current_platform.import_kernels()
+    rotate_heads_on_cpu()
+    patched: Any = RotaryEmbedding.forward_cpu
     with set_current_vllm_config(VllmConfig()):
         rope = get_rope(64, max_position=64, is_neox_style=False, dtype=torch.float32)
     positions = torch.tensor([5, 0, 9, 9, 3])
@@ -97,8 +102,8 @@ def test_heads_are_rotated_by_their_own_tokens_position():
         return torch.stack(turned, -1).flatten(-2)
 
     want = by_formula(q_THD[..., 32:]), by_formula(fused[:, None, 24:])
-    stock = mla_cpu.stock_rotate(rope, positions, q_THD.clone()[..., 32:], fused.clone()[:, 24:].unsqueeze(1))
-    got = mla_cpu.rotate(rope, positions, q_THD.clone()[..., 32:], fused.clone()[:, 24:].unsqueeze(1))
+    stock = patched.__wrapped__(rope, positions, q_THD.clone()[..., 32:], fused.clone()[:, 24:].unsqueeze(1))
+    got = patched(rope, positions, q_THD.clone()[..., 32:], fused.clone()[:, 24:].unsqueeze(1))
     for expected, ours, theirs in zip(want, got, stock, strict=True):
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
         assert (theirs - expected).abs().max() > 0.5

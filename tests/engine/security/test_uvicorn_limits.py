@@ -3,6 +3,7 @@
 import asyncio
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import uvicorn
@@ -10,6 +11,7 @@ import uvloop
 
 from engine.security import uvicorn_limits
 from engine.security.http import trusted
+from engine.serving.gateway.gateway import Gateway
 from engine.serving.host_allow_list import HostAllowList
 from engine.settings.services import EngineConfig
 from tests.helpers.live import free_port
@@ -219,6 +221,9 @@ def test_who_does_not_read_an_answer_is_left(monkeypatch: pytest.MonkeyPatch, re
     assert (sent == 64) is reads
 
 
+async def nothing_sent(message): ...
+
+
 async def test_cookies_reach_no_app():
     """Python's parser takes seconds for 30 KB of backslashes, and FastAPI parses them for every route."""
     seen = []
@@ -233,5 +238,10 @@ async def test_cookies_reach_no_app():
     }
     await trusted(noting, listener)(scope, None, None)
     ours = type("Ours", (HostAllowList,), {"names": listener.names})
-    await ours(noting)(dict(scope, headers=[*scope["headers"], (b"cookie", b"a=b")]), None, None)
+    app = SimpleNamespace(state=SimpleNamespace())
+    cookies = [*scope["headers"], (b"cookie", b"a=b")]
+    for path in ("/health", "/v1/chat/completions"):
+        # The gateway is behind it. While the engine starts it refuses what takes a key itself.
+        there = {"headers": cookies, "path": path, "method": "GET", "app": app}
+        await ours(Gateway(noting))(scope | there, None, nothing_sent)
     assert seen == [(b"host", b"localhost")] * 2
