@@ -207,7 +207,7 @@ class Catalog:
 
     @cached_property
     def secret(self) -> bytes:
-        """The installation's secret, for `records.KeyedHash`."""
+        """The installation's secret, with which gateways hash units and ids."""
         with self.access.read() as connection:
             return str(connection.execute(select(tables.catalog.c.secret)).scalar_one()).encode()
 

@@ -4,7 +4,6 @@ Times are seconds since the epoch; a digest of None is the base itself.
 """
 
 import hashlib
-import hmac
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -280,20 +279,6 @@ def hash_key(plaintext: str) -> str:
     if plaintext.startswith(TINKERS):
         plaintext = OURS + plaintext.removeprefix(TINKERS)
     return hashlib.sha256(plaintext.encode()).hexdigest()
-
-
-class KeyedHash:
-    """HMAC-SHA256 with an installation's secret; of some words it returns 24 hex digits."""
-
-    def __init__(self, secret: bytes):
-        # Each call copies it, in half the time that a new one takes.
-        self._mac = hmac.new(secret, digestmod="sha256")
-
-    def __call__(self, *words: str) -> str:
-        """Return the hash of these words."""
-        mac = self._mac.copy()
-        mac.update("\0".join(words).encode())
-        return mac.hexdigest()[:24]
 
 
 def covers(pattern: str, policy: str) -> bool:

@@ -26,7 +26,7 @@ def partial_index(name: str, *columns: str, where: str, unique: bool = False) ->
     return Index(name, *columns, unique=unique, sqlite_where=text(where), postgresql_where=text(where))
 
 
-# One row: the catalog's id, independent of its URL, and the secret of `records.KeyedHash`.
+# One row: the catalog's id, independent of its URL, and the secret of its keyed hashes.
 catalog = Table(
     "catalog",
     metadata,

@@ -117,7 +117,7 @@ def make_world(tmp_path):
         256,
         AnyGrammar(),
         GatewayConfig(),
-        Meter(usage, 256, 4),
+        Meter(usage, 4),
     )
     app = SimpleNamespace(state=SimpleNamespace(graftwork=state))
 

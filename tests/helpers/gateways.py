@@ -235,7 +235,7 @@ def open_world(
         MAX_MODEL_LEN,
         AnyGrammar(),  # type: ignore[arg-type]
         settings or GatewayConfig(),
-        Meter(usage, MAX_MODEL_LEN, load_queue),
+        Meter(usage, load_queue),
         server.used,
     )
     if has_own:

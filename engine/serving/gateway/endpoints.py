@@ -141,7 +141,7 @@ class GraftworkEndpoints:
         max_model_len = engine_client.vllm_config.model_config.max_model_len
         name = f"{socket.gethostname()}:{params.engine.port}"
         usage, places = UsageLog(params.paths.usage, shared), params.engine.load_queue
-        meter = Meter(usage, max_model_len, places, template_tokens(engine_client.get_tokenizer()))
+        meter = Meter(usage, places, template_tokens(engine_client.get_tokenizer()))
         state.graftwork = GatewayState(
             router,
             tier,

@@ -58,12 +58,12 @@ async def forward(call: Call, app: App) -> None:
 
     `call.has_failed` is then whether this was a canary that failed: nothing of it was sent.
     """
-    answer, send, counted = call.answer, call.send, call.state.counted
-    wants_usage = call.wants_usage
-    body = body_for(call)
-    is_canary = call.endpoint.kind is Kind.GENERATE and call.is_canary
-    if call.endpoint.kind is Kind.GENERATE and call.name is None:
+    answer, is_generated = call.answer, call.endpoint.kind is Kind.GENERATE
+    if is_generated and call.name is None:
         ASKED.set(call.model)
+    body = body_for(call)
+    relay = Relay(call, body, is_generated and call.is_canary)
+    # The server writes into its scope, and a canary's may be needed again.
     scope = dict(call.scope)
     scope["headers"] = [
         *(header for header in scope["headers"] if header[0] in FORWARDED),
@@ -71,51 +71,68 @@ async def forward(call: Call, app: App) -> None:
         (b"x-vllm-priority", b"%d" % call.priority),
         (b"content-length", b"%d" % len(body)),
     ]
-    is_sent = False
+    answer.used = None
+    try:
+        await app(scope, relay.receive, relay.send)
+    except Exception:
+        if not relay.is_canary or answer.first_at is not None or answer.is_unanswered:
+            raise
+        answer.status, call.has_failed = SERVER_ERROR, True
 
-    async def receive() -> Message:
-        nonlocal is_sent
-        if is_sent:
-            message = await call.receive()
-            if message["type"] == "http.disconnect":
-                answer.has_left = True
-                if answer.used is None:
-                    # The engine will stop it.
-                    answer.used = counted(call.id)
-            return message
-        is_sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
 
-    # The beginning of an error, or of a canary's answer, until its first byte.
-    kept: Message | None = None
-    fault = bytearray()
-    # What a piece has of which nothing needs to be read, once the answer has begun.
-    plain: bytes | None = None
+class Relay:
+    """Between vLLM's app and the client of one call: the body that goes in, the answer that comes out."""
+
+    __slots__ = ("_answer", "_body", "_call", "_fault", "_kept", "_plain", "_send", "is_canary")
+
+    def __init__(self, call: Call, body: bytes, is_canary: bool):
+        self._call, self._answer, self._send, self.is_canary = call, call.answer, call.send, is_canary
+        # What the app has not read yet.
+        self._body: bytes | None = body
+        # The beginning of an error, or of a canary's answer, until its first byte; an error's body.
+        self._kept: Message | None = None
+        self._fault = bytearray()
+        # What a piece has of which nothing needs to be read, once the answer has begun.
+        self._plain: bytes | None = None
+
+    async def receive(self) -> Message:
+        """Return the body, and then what the client's connection tells."""
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        message = await self._call.receive()
+        if message["type"] == "http.disconnect":
+            self._answer.has_left = True
+            if self._answer.used is None:
+                # The engine will stop it.
+                self._answer.used = self._call.state.counted(self._call.id)
+        return message
 
     # A plain function: a coroutine for each piece of a stream costs as much as the rest of it.
-    def relay(message: Message) -> Awaitable[None]:
-        nonlocal kept, plain
-        if plain is not None and plain in message.get("body", b""):
+    def send(self, message: Message) -> Awaitable[None]:
+        """Take the beginning of the answer or a piece of it, and pass it on."""
+        if self._plain is not None and self._plain in message.get("body", b""):
             # Most pieces of a stream: what is done for each of them costs.
+            answer = self._answer
             answer.last_at = perf_counter()
             answer.pieces += 1
-            return send(message)
-        if message["type"] == "http.response.start":
-            answer.status = message["status"]
-            if is_canary or answer.status >= ERROR:
-                kept = message
-                return nothing()
-            return begin(call, message)
-        piece = message.get("body", b"")
-        if kept is not None and answer.status >= ERROR:
-            fault.extend(piece)
-            if message.get("more_body"):
-                return nothing()
-            start, kept = kept, None
-            return fail(start)
-        has_more = bool(message.get("more_body"))
+            return self._send(message)
+        if message["type"] != "http.response.start":
+            return self._take(message)
+        self._answer.status = message["status"]
+        if self.is_canary or self._answer.status >= ERROR:
+            self._kept = message
+            return nothing()
+        return begin(self._call, message)
+
+    def _take(self, message: Message) -> Awaitable[None]:
+        """Read a piece, and send what of it is the client's."""
+        answer, piece, has_more = self._answer, message.get("body", b""), bool(message.get("more_body"))
+        if self._kept is not None and answer.status >= ERROR:
+            self._fault += piece
+            return nothing() if has_more else self._fail(self._kept)
         told = answer.read(piece, not has_more)
-        if not wants_usage:
+        if not self._call.wants_usage:
             message["body"] = told
             if piece and has_more and not told:
                 return nothing()
@@ -125,43 +142,35 @@ async def forward(call: Call, app: App) -> None:
             return nothing()
         if piece:
             answer.time()
-        if call.has_failed:
+        if self._kept is not None:
+            start, self._kept = self._kept, None
+            self._call.has_failed = is_fault(answer.fault or answer.status)
+            return nothing() if self._call.has_failed else self._begin_with(start, message)
+        if self._call.has_failed:
             return nothing()
-        if kept is not None:
-            start, kept = kept, None
-            if is_fault(answer.fault or answer.status):
-                call.has_failed = True
-                return nothing()
-            return both(start, message)
         if answer.pieces:
-            plain = answer.plain
-        return send(message)
+            self._plain = answer.plain
+        return self._send(message)
 
-    async def fail(start: Message) -> None:
+    async def _fail(self, start: Message) -> None:
         """Send an error of vLLM's in the API's form; nothing was generated for the client."""
+        self._kept = None
+        answer, call = self._answer, self._call
         answer.used = (0, 0)
         if answer.is_unanswered:
             return
         answer.time()
-        if is_canary and is_fault(answer.status):
+        if self.is_canary and is_fault(answer.status):
             call.has_failed = True
             return
-        told = translate(answer.status, bytes(fault), call.endpoint.path)
+        told = translate(answer.status, bytes(self._fault), call.endpoint.path)
         headers = [header for header in start.get("headers", ()) if header[0].lower() != b"content-length"]
         start["headers"] = [*headers, (b"content-length", b"%d" % len(told))]
-        await both(start, {"type": "http.response.body", "body": told})
+        await self._begin_with(start, {"type": "http.response.body", "body": told})
 
-    async def both(start: Message, message: Message) -> None:
-        await begin(call, start)
-        await send(message)
-
-    answer.used = None
-    try:
-        await app(scope, receive, relay)
-    except Exception:
-        if not is_canary or answer.first_at is not None or answer.is_unanswered:
-            raise
-        answer.status, call.has_failed = SERVER_ERROR, True
+    async def _begin_with(self, start: Message, message: Message) -> None:
+        await begin(self._call, start)
+        await self._send(message)
 
 
 def begin(call: Call, start: Message) -> Awaitable[None]:

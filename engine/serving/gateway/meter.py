@@ -64,11 +64,9 @@ class Bill:
 class Meter:
     """Limits and usage of one gateway. Not thread-safe."""
 
-    def __init__(
-        self, usage: UsageLog, max_model_len: int, load_places: int, template_tokens: int = TEMPLATE_TOKENS
-    ):
+    def __init__(self, usage: UsageLog, load_places: int, template_tokens: int = TEMPLATE_TOKENS):
         self._usage, self._template_tokens = UsageWriter(usage, usage.draw), template_tokens
-        self._context, self._load_places = max_model_len, load_places
+        self._load_places = load_places
         self._buckets: dict[tuple[str, str], TokenBucket] = {}
         self._accounts: dict[str, Account] = {}
         # Calls under way, by key and tenant.
@@ -163,7 +161,7 @@ class Meter:
         template = self._template_tokens + ("tools" in body) * TOOL_TOKENS
         is_plain = "prompt" in body or "prompts" in body
         prompt = call.body_bytes + (size.prompts if is_plain else template)
-        reserved = reserve(size, prompt, self._context, account.ceiling)
+        reserved = reserve(size, prompt, call.state.context, account.ceiling)
         if reserved.length is not None:
             body[call.endpoint.length] = reserved.length
         return reserved.tokens

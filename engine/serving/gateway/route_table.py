@@ -98,9 +98,5 @@ GENERATING = tuple(
 
 def find_route(path: str) -> Endpoint | None:
     """Return the route that serves this path, or None."""
-    return EXACT.get(path) or find_below(path)
-
-
-def find_below(path: str) -> Endpoint | None:
-    """Return the route of all paths below it that serves this path, or None."""
-    return next((one for one in BELOW if path.startswith(one.path) and path != one.path), None)
+    below = (one for one in BELOW if path.startswith(one.path) and path != one.path)
+    return EXACT.get(path) or next(below, None)

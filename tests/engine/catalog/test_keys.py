@@ -11,8 +11,9 @@ from sqlalchemy import text
 from engine.catalog.catalog import Catalog, Policy, Tenant, migrate
 from engine.catalog.database import open_engine
 from engine.catalog.keys import SCOPES, as_tinkers
-from engine.catalog.records import KeyedHash, covers, overlap
+from engine.catalog.records import covers, overlap
 from engine.errors import ConfigError, Conflict, NotFound
+from engine.serving.gateway.routing import KeyedHash
 from tests.helpers.catalog_migrations import upgrade_to
 
 

@@ -223,7 +223,7 @@ async def test_what_a_limit_never_admits_is_a_400_that_names_what_it_does(world:
 
 @pytest.mark.parametrize("path", [path for path in APIS if path not in (COMPLETIONS, MESSAGES)])
 async def test_a_completion_of_no_length_has_the_one_that_the_limit_admits(world: World, path: str):
-    world.state.meter = Meter(world.usage, 256, 4, template_tokens=20)
+    world.state.meter = Meter(world.usage, 4, template_tokens=20)
     body = {name: value for name, value in body_of(path, "acme-sums").items() if "tokens" not in name}
     async with world.client(limited(world, tokens_per_minute=200)) as client:
         assert (await client.post(path, json=body)).status_code == 200
