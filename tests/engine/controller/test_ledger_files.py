@@ -41,6 +41,12 @@ def params(tmp_path: Path) -> Params:
 
 
 @pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take every ledger for a large one; asked for before `controller`, whose loop reads this each turn."""
+    monkeypatch.setattr(ledger_files, "SMALL", 0)
+
+
+@pytest.fixture
 def controller(params: Params) -> Iterator[Controller]:
     """A controller whose loop turns in a thread of its own."""
     migrate(params.paths.catalog_url)
@@ -94,7 +100,6 @@ def slow_rewrite(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 @contextmanager
 def slow_copy(monkeypatch: pytest.MonkeyPatch, params: Params) -> Iterator[Held]:
     """Hold copies of this ledger: whatever else copies files in this process goes on."""
-    monkeypatch.setattr(ledger_files, "SMALL", 0)
     slow = Held(SENDFILE)
 
     def sendfile(to: int, *given: Any) -> Any:
@@ -185,6 +190,7 @@ def test_rows_are_removed_while_the_loop_judges(
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("large")
 def test_a_large_ledger_is_copied_while_the_loop_judges(
     controller: Controller, params: Params, users: Users, web: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +207,7 @@ def test_a_large_ledger_is_copied_while_the_loop_judges(
     assert eventually(lambda: web.post("/ledger", json={}).json() == {"published": True})
 
 
+@pytest.mark.usefixtures("large")
 def test_a_copy_that_fails_is_an_alarm_until_the_next(
     controller: Controller, params: Params, users: Users, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,7 +215,6 @@ def test_a_copy_that_fails_is_an_alarm_until_the_next(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr(ledger_files, "SMALL", 0)
         disk.setattr("os.sendfile", full)
         emit_gone(users)
         assert eventually(lambda: "space" in controller.faults.get("ledger copy", ""))
