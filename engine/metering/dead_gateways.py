@@ -6,8 +6,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from engine.metering.usage_rows import Metered, Spending, close_row
-from engine.metering.usage_schema import writing
+from engine.metering.usage_rows import Metered, Spending, begin, close_row
 
 OPEN = """
     SELECT seq, id, tenant, key, policy, revision, purpose, at, reserved, repeated FROM requests
@@ -21,7 +20,7 @@ def close_dead(root: Path, connection: sqlite3.Connection) -> int:
     for file in (root / "gateways").glob("*"):
         if not _is_dead(file):
             continue
-        with writing(connection):
+        with begin(connection):
             spending = Spending(connection)
             rows: list[Any] = connection.execute(OPEN, (file.name,)).fetchall()
             for number, *fields in rows:

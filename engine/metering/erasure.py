@@ -9,7 +9,7 @@ from filelock import FileLock, Timeout
 from engine.errors import ServiceError
 from engine.metering.dead_gateways import close_dead
 from engine.metering.raw_usage import copy_parquet
-from engine.metering.usage_schema import connect, writing
+from engine.metering.usage_rows import begin, connect
 
 EXPORT_S = 60.0
 DELETE = """
@@ -42,7 +42,7 @@ def erase(root: Path, tenant: str) -> tuple[dict[str, int], dict[str, int]]:
             # Overwrites what is deleted.
             connection.execute("PRAGMA secure_delete=ON")
             close_dead(root, connection)
-            with writing(connection):
+            with begin(connection):
                 removed = sum(connection.execute(query, (tenant,)).rowcount for query in (DELETE, BLANK))
             exported = _erase_exported(root, connection, tenant)
             # The write-ahead log has the rows too, until it is emptied.
@@ -70,7 +70,7 @@ def _erase_exported(root: Path, connection: sqlite3.Connection, tenant: str) -> 
             rows, theirs = database.execute(query, [tenant, str(path)]).fetchall()[0]
         removed += theirs
         if theirs == rows:
-            with writing(connection):
+            with begin(connection):
                 connection.execute("DELETE FROM exported WHERE file = ?", (file,))
             path.unlink()
         elif theirs:

@@ -12,8 +12,7 @@ from typing import Any
 import orjson
 from filelock import FileLock, Timeout
 
-from engine.metering.usage_rows import KEPT_DAYS, periods
-from engine.metering.usage_schema import connect, writing
+from engine.metering.usage_rows import KEPT_DAYS, begin, connect, periods
 
 # Rows that were settled this many seconds ago are moved, at most `ROWS` in a transaction: requests wait for
 # its end.
@@ -53,7 +52,7 @@ def export(root: Path, now: float | None = None, go_on: Callable[[], bool] = lam
                 if not go_on():
                     return moved
             old = periods(now - KEPT_DAYS * 86400)[0]
-            with writing(connection):
+            with begin(connection):
                 connection.execute("DELETE FROM spent WHERE period < ? AND length(period) = 10", (old,))
                 connection.execute("DELETE FROM spent WHERE period < ? AND length(period) = 7", (old[:7],))
             _merge(root, connection, now, go_on)
@@ -70,7 +69,7 @@ def _move(root: Path, connection: Any, now: float) -> int:
     for day, some in by_day.items():
         file = f"{day}/{some[0][0]}-{some[-1][0]}.parquet"
         write_parquet(root / "raw" / file, some)
-        with writing(connection):
+        with begin(connection):
             connection.execute("INSERT INTO exported VALUES (?, ?, ?)", (file, some[0][0], some[-1][0]))
             connection.executemany("DELETE FROM requests WHERE seq = ?", [(row[0],) for row in some])
     return len(rows)
@@ -105,7 +104,7 @@ def _merge_some(root: Path, connection: Any, day: str, files: Sequence[tuple[str
     # A row that was settled late may lie within the numbers of a file that was merged before.
     name, sources = f"{day}/{first}-{last}-{uuid.uuid4().hex[:8]}.parquet", [file for file, _, _ in files]
     copy_parquet(root / "raw" / name, [root / "raw" / file for file in sources])
-    with writing(connection):
+    with begin(connection):
         connection.executemany("DELETE FROM exported WHERE file = ?", [(file,) for file in sources])
         connection.execute("INSERT INTO exported VALUES (?, ?, ?)", (name, first, last))
     for file in sources:

@@ -18,7 +18,7 @@ from sqlalchemy import Connection, case, delete, extract, func, literal, select
 
 from engine.catalog import tables
 from engine.catalog.access import Access
-from engine.metering.usage_schema import connect, writing
+from engine.metering.usage_rows import begin, connect
 
 # A log without news says so this often; one that has not for SILENT_S is lost, or its machine is off.
 BEAT_S, SILENT_S = 60.0, 600.0
@@ -91,7 +91,7 @@ class SharedUsage:
             self._tell(remote, log, turn + 1)
         local.execute("COMMIT")
         self._told_at = now
-        with writing(local):
+        with begin(local):
             local.executemany(FORGET, gone)
             local.executemany(KEEP, changed)
             local.execute("DELETE FROM copied WHERE hour < ?", (next_since,))

@@ -23,8 +23,8 @@ from engine.metering.dead_gateways import alive_file, close_dead
 from engine.metering.raw_usage import export
 from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.shared_usage import SharedUsage
-from engine.metering.usage_rows import Shortage, UsageRows
-from engine.metering.usage_schema import connect, writing
+from engine.metering.usage_rows import Shortage, UsageRows, begin, connect
+from engine.metering.usage_schema import create
 from engine.threads import PeriodicThread, Work
 
 SYNC_S = 0.25
@@ -52,6 +52,7 @@ class UsageLog(UsageRows):
     """
 
     def __init__(self, root: Path, shared: SharedBudgets | None = None):
+        create(root / "usage.db")
         super().__init__(root / "usage.db", uuid.uuid4().hex, shared is not None)
         self.root, self.shared = root, shared
         self._alive = alive_file(root, self.gateway)
@@ -86,7 +87,7 @@ class UsageLog(UsageRows):
         budget = short.budget
         block = self.shared.draw(budget.subject, short.period, int(budget.tokens), short.missing)
         if block:
-            with closing(connect(self.path)) as connection, writing(connection):
+            with closing(connect(self.path)) as connection, begin(connection):
                 connection.execute(DRAW, (budget.subject, short.period, block))
         return block > 0
 
@@ -112,7 +113,7 @@ class UsageLog(UsageRows):
         with closing(connect(self.path)) as connection:
             for subject, period, _ in connection.execute(SPARE).fetchall():
                 # Away from here before it is there: a crash between loses tokens and never spends them twice.
-                with writing(connection):
+                with begin(connection):
                     query = f"SELECT spare FROM ({SPARE}) WHERE subject = ? AND period = ?"
                     row = connection.execute(query, (subject, period)).fetchone()
                     tokens = row[0] if row else 0

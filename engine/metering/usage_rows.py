@@ -9,6 +9,7 @@ import calendar
 import logging
 import sqlite3
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,8 +19,8 @@ from typing import Any, NamedTuple
 from prometheus_client import Counter
 
 from engine.errors import LimitReached
-from engine.metering.usage_schema import connect, create, writing
 
+BUSY_TIMEOUT_MS = 5000
 # The end of a request whose client has left.
 LEFT = 499
 # The usage of a request that has ended waits this long for others, to be written in one commit.
@@ -118,9 +119,9 @@ class Spending:
     def __init__(self, connection: sqlite3.Connection, is_shared: bool = False):
         self._connection, self._is_shared = connection, is_shared
         # By subject and period: tokens used and reserved.
-        self._counts: dict[tuple[str, str], list[int]] = {}
+        self._counts: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
         # By the columns of the key of `hours`: requests, and tokens of prompts, completions and unknown ones.
-        self._hours: dict[tuple[Any, ...], list[int]] = {}
+        self._hours: defaultdict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
 
     def reserve(self, asked: Metered) -> None:
         """Count a request that is admitted."""
@@ -130,19 +131,28 @@ class Spending:
         """Count what a request has used, for the periods in which it was admitted; None: as reserved."""
         self._count(asked, asked.reserved if used is None else sum(used), -asked.reserved)
         _, tenant, key, policy, revision, purpose, at, reserved, _ = asked
-        row = (int(at // 3600), tenant, key, policy, revision, purpose)
-        prompt, completion = used or (0, 0)
-        _add(self._hours, row, 1, prompt, completion, reserved if used is None else 0)
+        sums = self._hours[int(at // 3600), tenant, key, policy, revision, purpose]
+        sums[0] += 1
+        if used is None:
+            sums[3] += reserved
+        else:
+            sums[1] += used[0]
+            sums[2] += used[1]
 
     def _count(self, asked: Metered, used: int, reserved: int) -> None:
         day, month = periods(asked.at)
         key, tenant = f"key:{asked.key}", f"tenant:{asked.tenant}"
         for subject in ((key, day), (key, month), (tenant, day), (tenant, month)):
-            _add(self._counts, subject, used, reserved)
+            sums = self._counts[subject]
+            sums[0] += used
+            sums[1] += reserved
 
     def refusal(self, asked: Metered, budgets: Sequence[Budget]) -> LimitReached | Shortage | None:
         """Return why a budget does not admit a request, or None."""
-        return next((why for budget in budgets if (why := self._refusal(asked, budget))), None)
+        for budget in budgets:
+            if (why := self._refusal(asked, budget)) is not None:
+                return why
+        return None
 
     def _refusal(self, asked: Metered, budget: Budget) -> LimitReached | Shortage | None:
         period = periods(asked.at)[budget.period == MONTH]
@@ -172,12 +182,23 @@ class Spending:
     def write(self) -> None:
         """Write the counters."""
         for statement, changes in ((COUNT, self._counts), (ROLL_UP, self._hours)):
-            self._connection.executemany(statement, [(*row, *added) for row, added in changes.items()])
+            if changes:
+                self._connection.executemany(statement, [(*row, *sums) for row, sums in changes.items()])
 
 
-def _add(sums: dict[Any, list[int]], row: Any, *added: int) -> None:
-    found = sums.get(row)
-    sums[row] = [*added] if found is None else [one + other for one, other in zip(found, added, strict=True)]
+def connect(path: Path) -> sqlite3.Connection:
+    """Open the database. Checkpoints, which wait for the disk, are the background thread's."""
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    connection.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
+    connection.execute("PRAGMA synchronous=NORMAL")
+    connection.execute("PRAGMA wal_autocheckpoint=0")
+    return connection
+
+
+def begin(connection: sqlite3.Connection) -> sqlite3.Connection:
+    """Take the write lock; `with begin(connection):` commits at its end, or rolls back."""
+    connection.execute("BEGIN IMMEDIATE")
+    return connection
 
 
 def admit_row(connection: sqlite3.Connection, spending: Spending, gateway: str, asked: Metered) -> int:
@@ -213,7 +234,6 @@ class UsageRows:
     """One gateway's rows in the log at `path`; for one thread. `is_shared`: machines share the budgets."""
 
     def __init__(self, path: Path, gateway: str, is_shared: bool):
-        create(path)
         self.path, self.gateway, self._is_shared = path, gateway, is_shared
         self._connection = connect(path)
         # Something is committed that a power failure may undo.
@@ -225,7 +245,7 @@ class UsageRows:
         Return of each that asks its number for `settle`, or why it is refused: a budget has less left than it
         reserves (`LimitReached`), or it is shared and this machine has drawn less (`Shortage`).
         """
-        with writing(self._connection) as connection:
+        with begin(self._connection) as connection:
             spending = Spending(connection, self._is_shared)
             for number, asked, status, used in ended:
                 close_row(connection, spending, number, asked, status, used)
@@ -340,10 +360,12 @@ class UsageWriter:
     def _record(self, asking: Sequence[tuple[Metered, Sequence[Budget]]]) -> Sequence[int | Exception]:
         """Record what is asked for; return each one's number, or why it is refused."""
         answers = self._try(asking)
+        if not self._ended:
+            return answers
         refused = [
             place for place, answer in enumerate(answers) if isinstance(answer, LimitReached | Shortage)
         ]
-        if refused and self._ended:
+        if refused:
             # What has ended may give back what they lack.
             self.flush()
             again = self._try([asking[place] for place in refused])

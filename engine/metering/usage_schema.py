@@ -1,13 +1,11 @@
-"""The usage log's database: its schema, its migrations, and how it is opened."""
+"""The usage log's database: its schema and its migrations."""
 
-import sqlite3
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 from engine.errors import ConfigError
+from engine.metering.usage_rows import begin, connect
 
-BUSY_TIMEOUT_MS = 5000
 # Applied in order; `user_version` counts them.
 SCHEMA = (
     """
@@ -90,7 +88,7 @@ def create(path: Path) -> None:
         path.touch(mode=0o600)
     with closing(connect(path)) as connection:
         connection.execute("PRAGMA journal_mode=WAL")
-        with writing(connection):
+        with begin(connection):
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version > len(SCHEMA):
                 raise ConfigError(
@@ -101,24 +99,3 @@ def create(path: Path) -> None:
                 for statement in filter(str.strip, script.split(";")):
                     connection.execute(statement)
             connection.execute(f"PRAGMA user_version={len(SCHEMA)}")
-
-
-def connect(path: Path) -> sqlite3.Connection:
-    """Open the database. Checkpoints, which wait for the disk, are the background thread's."""
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    connection.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
-    connection.execute("PRAGMA synchronous=NORMAL")
-    connection.execute("PRAGMA wal_autocheckpoint=0")
-    return connection
-
-
-@contextmanager
-def writing(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """Run a transaction that takes the write lock at once."""
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        yield connection
-    except BaseException:
-        connection.execute("ROLLBACK")
-        raise
-    connection.execute("COMMIT")

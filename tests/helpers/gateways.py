@@ -22,8 +22,7 @@ from engine.serving.gateway.gateway import Gateway
 from engine.serving.gateway.membership import Membership
 from engine.serving.gateway.meter import Meter
 from engine.serving.gateway.reading import size_of
-from engine.serving.gateway.route_table import EXACT as ENDPOINTS
-from engine.serving.gateway.route_table import find_route
+from engine.serving.gateway.route_table import ROUTE_OF
 from engine.serving.gateway.routing import Router, Target
 from engine.serving.residency.residency import Residency
 from engine.settings.services import EngineConfig, GatewayConfig
@@ -94,9 +93,9 @@ class FakeVllm:
         while message.get("more_body"):
             message = await receive()
             raw += message.get("body", b"")
-        route = find_route(scope["path"])
+        route = ROUTE_OF[scope["path"]]
         # The gateway looks into the body of nothing else, and neither does the server.
-        body = json.loads(raw) if raw and route is not None and route.fields is not None else {}
+        body = json.loads(raw) if raw and route.fields is not None else {}
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
         self.seen.append((scope["path"], body, headers))
         if self.fault is not None:
@@ -186,7 +185,7 @@ class World:
 
     def call(self, key: str, id: str, prompt: str = "one two", max_tokens: int = 8) -> Call:
         """Return a call that is admitted, read and routed: one that may be metered."""
-        found = Call(self.state, {}, None, None, ENDPOINTS[COMPLETIONS], id)  # type: ignore[arg-type]
+        found = Call(self.state, {}, None, None, ROUTE_OF[COMPLETIONS], id)  # type: ignore[arg-type]
         found.key = self.catalog.keys.find(key)
         found.tenant = self.catalog.keys.tenant(found.key.owner)
         found.body, found.purpose = {"prompt": prompt, "max_tokens": max_tokens}, "user"

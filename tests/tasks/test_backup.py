@@ -37,8 +37,7 @@ from engine.ledger import ledger as ledgers
 from engine.ledger.ledger import Spool, open_snapshot
 from engine.metering.dead_gateways import close_dead
 from engine.metering.usage_log import UsageLog
-from engine.metering.usage_rows import Metered
-from engine.metering.usage_schema import connect
+from engine.metering.usage_rows import Metered, connect
 from engine.publishing.maintenance import compact, gc, pages
 from engine.publishing.publish import location
 from engine.security.credentials import create_credentials

@@ -15,8 +15,7 @@ from engine.ledger.ledger import Spool, open_snapshot
 from engine.metering.erasure import erase as erase_usage
 from engine.metering.raw_usage import export
 from engine.metering.usage_log import UsageLog
-from engine.metering.usage_rows import Metered
-from engine.metering.usage_schema import connect
+from engine.metering.usage_rows import Metered, connect
 from engine.settings.params import Params, load_params
 from flows.cli import app
 from tasks.usage import usage_by

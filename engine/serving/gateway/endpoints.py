@@ -32,9 +32,8 @@ from engine.serving.gateway.catalog_rows import rows_to_cache
 from engine.serving.gateway.forwarding import answer_as_asked
 from engine.serving.gateway.grammar_trial import GrammarTrial
 from engine.serving.gateway.leaving import end_requests_first
-from engine.serving.gateway.limits import TEMPLATE_TOKENS
 from engine.serving.gateway.membership import Membership
-from engine.serving.gateway.meter import Meter
+from engine.serving.gateway.meter import TEMPLATE_TOKENS, Meter
 from engine.serving.gateway.prewarming import Prewarmer, served_names
 from engine.serving.gateway.rollouts import gate_of_platform, rollouts
 from engine.serving.gateway.routing import Router

@@ -18,7 +18,7 @@ from engine.serving.gateway.call import Call, GatewayState, new_seed, observe
 from engine.serving.gateway.forwarding import FORWARDED, answers_with, forward
 from engine.serving.gateway.holding import hold, release, route
 from engine.serving.gateway.reading import read
-from engine.serving.gateway.route_table import NOWHERE, Kind, find_route
+from engine.serving.gateway.route_table import NOWHERE, ROUTE_OF, Kind
 
 POLICY_VIOLATION = 1008
 PREFLIGHT = {b"origin", b"access-control-request-method"}
@@ -57,7 +57,7 @@ class Gateway:
         id = id_of(scope, state)
         REQUEST.set(id)
         path, method = scope["path"], scope["method"]
-        endpoint = find_route(path) or NOWHERE
+        endpoint = ROUTE_OF[path]
         if not endpoint.roles and method in endpoint.methods:
             # Load balancers ask twice a second: that is nobody's request. As of a call no cookie goes on,
             # which FastAPI would parse in the square of its length (CVE-2024-7592).

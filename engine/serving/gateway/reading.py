@@ -6,7 +6,7 @@ roles `score` and `train` sends has to fit the base's context, so its bound foll
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -39,6 +39,9 @@ ASKED_FOR_USAGE = frozenset({"/v1/completions", "/v1/chat/completions"})
 # Log-probabilities of a request's prompts and of its completions but one, with those of alternatives. Each is
 # an object of vLLM's and of its answer: 30 us on the event loop.
 MOST_LOGPROBS = 1 << 17
+LOGPROBS = frozenset({"logprobs", "top_logprobs", "prompt_logprobs"})
+# The fields that say how many tokens each completion may have.
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 # The roles that allow a purpose: one is enough.
 PURPOSES = {
     "user": ("infer",),
@@ -223,6 +226,8 @@ def refuse_many_logprobs(body: Mapping[str, Any], prompt_tokens: int, size: Size
 
     Those of one completion come with its tokens, which limits and budgets bound.
     """
+    if LOGPROBS.isdisjoint(body):
+        return
     of_output = _most(body, "logprobs", "top_logprobs")
     of_prompt = max(_most(body, "prompt_logprobs"), of_output if body.get("echo") else 0)
     each = context if size.most_tokens is None else min(size.most_tokens, context)
@@ -239,7 +244,8 @@ def refuse_many_logprobs(body: Mapping[str, Any], prompt_tokens: int, size: Size
 
 
 def _most(body: Mapping[str, Any], *names: str) -> int:
-    return max(_integers(body.get(name) for name in names), default=0)
+    """Return the largest integer among these fields; true and false are none."""
+    return max((value for name in names if type(value := body.get(name)) is int), default=0)
 
 
 def size_of(body: Mapping[str, Any], tokens_default: int | None) -> Size:
@@ -248,11 +254,8 @@ def size_of(body: Mapping[str, Any], tokens_default: int | None) -> Size:
     prompts = 1
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         prompts = len(prompt)
-    given = [body.get(name) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")]
-    tokens = max(_integers(given), default=tokens_default)
-    n = next(iter(_integers([body.get("n")])), 1)
-    return Size(prompts, prompts * n, tokens)
-
-
-def _integers(values: Iterable[Any]) -> list[int]:
-    return [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
+    # True and false are no numbers.
+    given = [value for name in LENGTHS if type(value := body.get(name)) is int]
+    n = body.get("n")
+    samples = prompts * n if type(n) is int else prompts
+    return Size(prompts, samples, max(given, default=tokens_default))

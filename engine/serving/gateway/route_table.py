@@ -89,14 +89,18 @@ ROUTES = (
     ),
     Endpoint(SAMPLES, POST, ("score", "train"), Kind.GENERATE, MAX_BODY, request_fields.SAMPLES, "samples-"),
 )  # fmt: skip
-EXACT = {route.path: route for route in ROUTES if not route.is_prefix}
-BELOW = tuple(route for route in ROUTES if route.is_prefix)
 GENERATING = tuple(
     route.path for route in ROUTES if route.kind is Kind.GENERATE and route.path not in OF_TOKENS
 )
 
 
-def find_route(path: str) -> Endpoint | None:
-    """Return the route that serves this path, or None."""
-    below = (one for one in BELOW if path.startswith(one.path) and path != one.path)
-    return EXACT.get(path) or next(below, None)
+class RouteTable(dict[str, Endpoint]):
+    """The route of each path; of one that nothing serves, `NOWHERE`."""
+
+    def __missing__(self, path: str) -> Endpoint:
+        """Return the route of the paths below another one, if this is one of them."""
+        found = (one for one in ROUTES if one.is_prefix and path.startswith(one.path) and path != one.path)
+        return next(found, NOWHERE)
+
+
+ROUTE_OF = RouteTable({route.path: route for route in ROUTES if not route.is_prefix})

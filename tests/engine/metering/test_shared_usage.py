@@ -21,8 +21,7 @@ from engine.metering.dead_gateways import close_dead
 from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.shared_usage import SharedUsage, sums_by
 from engine.metering.usage_log import UsageLog
-from engine.metering.usage_rows import Metered
-from engine.metering.usage_schema import connect
+from engine.metering.usage_rows import Metered, connect
 from engine.settings.params import Params
 from tasks.usage import usage_by
 from tests.helpers.live import eventually

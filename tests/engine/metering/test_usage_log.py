@@ -19,8 +19,8 @@ from engine.metering import usage_log
 from engine.metering.dead_gateways import close_dead
 from engine.metering.raw_usage import export
 from engine.metering.usage_log import UsageLog
-from engine.metering.usage_rows import DAY, MONTH, Budget, Metered, periods, remaining_s
-from engine.metering.usage_schema import SCHEMA, connect, create
+from engine.metering.usage_rows import DAY, MONTH, Budget, Metered, connect, periods, remaining_s
+from engine.metering.usage_schema import SCHEMA, create
 from engine.threads import WORKS
 from tests.helpers.live import eventually
 

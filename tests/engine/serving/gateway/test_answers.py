@@ -8,7 +8,7 @@ import pytest
 from engine.catalog.catalog import Key
 from engine.serving.gateway.answers import AnswerReader, wants_json
 from engine.serving.gateway.call import Call
-from engine.serving.gateway.route_table import EXACT as ENDPOINTS
+from engine.serving.gateway.route_table import ROUTE_OF
 from engine.serving.gateway.routing import Target
 from tests.helpers.api_answers import APIS, CHAT, COMPLETIONS, MESSAGES, RESPONSES, Said, event, pieces, whole
 
@@ -189,7 +189,7 @@ def test_who_asks_for_json(asked: Any, is_json: bool) -> None:
 
 def call_with(answer: AnswerReader) -> Call:
     """Return a call of which only the answer matters."""
-    endpoint = ENDPOINTS[COMPLETIONS]
+    endpoint = ROUTE_OF[COMPLETIONS]
     found = Call(SimpleNamespace(name="here"), {}, None, None, endpoint, "id")  # type: ignore[arg-type]
     found.key, found.unit, found.segment, found.purpose = Key("hash", "me", 0.0), None, None, "user"
     found.target, found.admitted_at, found.started = Target("sums", None, "base"), 0.0, 0.0

@@ -170,7 +170,7 @@ def test_any_request_is_answered(world: World) -> None:
     assert status == 200
     # Nothing is under way any more.
     assert not world.state.meter.under_way
-    assert not any(world.state.meter.loading.values())
+    assert not any(world.state.meter.loads.waited.values())
     # The event loop has ended before its timer.
     world.state.meter.flush()
     with closing(sqlite3.connect(world.usage.path)) as log:

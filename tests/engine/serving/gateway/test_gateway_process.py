@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from engine.metering.dead_gateways import close_dead
-from engine.metering.usage_schema import connect
+from engine.metering.usage_rows import connect
 from tests.helpers.gateways import open_world
 from tests.helpers.live import free_port
 from tests.helpers.repository import ROOT

@@ -16,8 +16,7 @@ from engine.errors import ConfigError, ServiceError
 from engine.metering import usage_rows
 from engine.metering.usage_rows import SETTLED_S
 from engine.serving.gateway.call import Call
-from engine.serving.gateway.limits import FairShare, TokenBucket
-from engine.serving.gateway.meter import Meter
+from engine.serving.gateway.meter import FairShare, Meter, TokenBucket
 from tests.helpers.api_answers import APIS, COMPLETIONS, MESSAGES, RESPONSES, body_of
 from tests.helpers.gateways import World, open_world
 from tests.helpers.live import free_port
