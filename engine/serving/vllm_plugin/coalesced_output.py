@@ -4,7 +4,7 @@ vLLM sends every token of every request to its frontend, even when the client ne
 that takes a quarter of a rollout's CPU time. Written for the scheduler outputs of vLLM 0.32.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -13,21 +13,25 @@ from vllm.v1.outputs import LogprobsLists
 
 from engine.serving.vllm_plugin.extra_args import COALESCED
 
-# Outputs held back so far, by request id.
+# The outputs held back so far of each coalesced request, by its id.
 Held = dict[str, list[EngineCoreOutput]]
 
 
-def coalesce(
-    outputs: Iterable[EngineCoreOutput], held: Held, requests: Mapping[str, Any]
-) -> list[EngineCoreOutput]:
+def is_coalesced(request: Any) -> bool:
+    """Return whether a request asks for one output, at its end."""
+    extra = getattr(request.sampling_params, "extra_args", None) or {}
+    return bool(extra.get(COALESCED))
+
+
+def coalesce(outputs: Iterable[EngineCoreOutput], held: Held) -> list[EngineCoreOutput]:
     """Return the outputs of a step to send now; those of coalesced requests are kept in `held`."""
     told = []
     for output in outputs:
         if output.finished:
             parts = held.pop(output.request_id, None)
             told.append(merge([*parts, output]) if parts else output)
-        elif output.new_sampling_mask is None and _is_coalesced(requests[output.request_id]):
-            held.setdefault(output.request_id, []).append(output)
+        elif output.new_sampling_mask is None and output.request_id in held:
+            held[output.request_id].append(output)
         else:
             told.append(output)
     return told
@@ -56,7 +60,3 @@ def merge(parts: list[EngineCoreOutput]) -> EngineCoreOutput:
     last.new_prompt_logprobs_tensors = first.new_prompt_logprobs_tensors
     last.prompt_token_id_logprobs = first.prompt_token_id_logprobs
     return last
-
-
-def _is_coalesced(request: Any) -> bool:
-    return bool((request.sampling_params.extra_args or {}).get(COALESCED))

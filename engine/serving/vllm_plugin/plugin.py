@@ -140,20 +140,27 @@ def coalesce_outputs() -> None:
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from engine.serving.vllm_plugin.coalesced_output import coalesce
+    from engine.serving.vllm_plugin.coalesced_output import coalesce, is_coalesced
 
-    update, finish = Scheduler.update_from_output, Scheduler.finish_requests
+    add, update, finish = Scheduler.add_request, Scheduler.update_from_output, Scheduler.finish_requests
     if hasattr(finish, "__wrapped__"):
         return
+
+    @wraps(add)
+    def add_request(self: Any, request: Any) -> None:
+        add(self, request)
+        if is_coalesced(request):
+            self.__dict__.setdefault("graftwork_held", {}).setdefault(request.request_id, [])
 
     @wraps(update)
     def update_from_output(self: Any, scheduler_output: Any, output: Any) -> Any:
         # Out of reach of `finish_requests`, so a request that fails in this step keeps its tokens.
-        held = self.__dict__.pop("graftwork_held", {})
+        held = self.__dict__.pop("graftwork_held", None)
         outputs = update(self, scheduler_output, output)
-        for told in outputs.values():
-            told.outputs = coalesce(told.outputs, held, self.requests)
-        self.graftwork_held = held
+        if held:
+            for told in outputs.values():
+                told.outputs = coalesce(told.outputs, held)
+            self.graftwork_held = held
         return outputs
 
     @wraps(finish)
@@ -163,6 +170,7 @@ def coalesce_outputs() -> None:
             self.__dict__.get("graftwork_held", {}).pop(request.request_id, None)
         return ended
 
+    Scheduler.add_request = add_request  # type: ignore[method-assign]
     Scheduler.update_from_output = update_from_output  # type: ignore[method-assign,assignment]
     Scheduler.finish_requests = finish_requests  # type: ignore[method-assign,assignment]
 
