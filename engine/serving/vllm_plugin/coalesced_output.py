@@ -5,22 +5,13 @@ that takes a quarter of a rollout's CPU time. Written for the scheduler outputs 
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import LogprobsLists
 
-from engine.serving.vllm_plugin.extra_args import COALESCED
-
 # The outputs held back so far of each coalesced request, by its id.
 Held = dict[str, list[EngineCoreOutput]]
-
-
-def is_coalesced(request: Any) -> bool:
-    """Return whether a request asks for one output, at its end."""
-    extra = getattr(request.sampling_params, "extra_args", None) or {}
-    return bool(extra.get(COALESCED))
 
 
 def coalesce(outputs: Iterable[EngineCoreOutput], held: Held) -> list[EngineCoreOutput]:

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from engine.base.prompts import fix_template_date
-from engine.serving.vllm_plugin.extra_args import ROUTED_EXPERTS
+from engine.serving.vllm_plugin.extra_args import COALESCED, ROUTED_EXPERTS
 
 # The newest vLLM that the patches were checked against; a test fails when the pinned version is newer.
 VLLM_READ_AGAINST = "0.32.0"
@@ -140,7 +140,7 @@ def coalesce_outputs() -> None:
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from engine.serving.vllm_plugin.coalesced_output import coalesce, is_coalesced
+    from engine.serving.vllm_plugin.coalesced_output import coalesce
 
     add, update, finish = Scheduler.add_request, Scheduler.update_from_output, Scheduler.finish_requests
     if hasattr(finish, "__wrapped__"):
@@ -149,7 +149,7 @@ def coalesce_outputs() -> None:
     @wraps(add)
     def add_request(self: Any, request: Any) -> None:
         add(self, request)
-        if is_coalesced(request):
+        if asks(request, COALESCED):
             self.__dict__.setdefault("graftwork_held", {}).setdefault(request.request_id, [])
 
     @wraps(update)
@@ -275,8 +275,7 @@ def return_experts_on_request() -> None:
 
     @wraps(take)
     def take_output(self: Any, request: Any, output: Any) -> Any:
-        asked = (request.sampling_params.extra_args or {}).get(ROUTED_EXPERTS)
-        return take(self, request, output) if asked else None
+        return take(self, request, output) if asks(request, ROUTED_EXPERTS) else None
 
     AuxOutputSchedulerConnector.take_output = take_output  # type: ignore[method-assign]
 
@@ -301,6 +300,11 @@ def keep_names_out_of_metrics() -> None:
         self.gauge_lora_info = None
 
     PrometheusStatLogger.__init__ = without_names  # type: ignore[method-assign]
+
+
+def asks(request: Any, name: str) -> bool:
+    """Return whether a request has this extra argument."""
+    return bool((getattr(request.sampling_params, "extra_args", None) or {}).get(name))
 
 
 def vllm_version() -> str:

@@ -60,11 +60,8 @@ class ModuleSlots:
     def __init__(self, rank: int, dtype: torch.dtype, inputs: Cut, outputs: Sequence[Cut], experts: int = 0):
         self.rank, self.dtype, self.experts = rank, dtype, experts
         self.inputs, self.outputs = inputs, tuple(outputs)
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """This rank's output features of each slice."""
-        return tuple(cut.width for cut in self.outputs)
+        # This rank's output features of each slice.
+        self.widths = tuple(cut.width for cut in self.outputs)
 
     def places(self, block: Block, whole: Tensor) -> Iterator[Place]:
         """Yield this rank's parts of a block and their places; see `slot_copy.Module`."""
