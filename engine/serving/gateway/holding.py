@@ -5,11 +5,14 @@ are then: it never reaches a revision that was rolled back, retired, purged or q
 waits for a canary: while it is not resident, another answers in its place.
 """
 
+import asyncio
 import time
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, suppress
+from typing import Any, TypeVar
 
 from engine.errors import GraftworkError
-from engine.serving.gateway.asgi import unless_left
+from engine.serving.gateway.asgi import CLIENT_LEFT, Message, Receive, Refused
 from engine.serving.gateway.call import Call, GatewayState
 from engine.serving.gateway.routing import STALE_S, Router, Target
 from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE
@@ -17,6 +20,7 @@ from engine.settings.params import served_name
 
 # So young is a look that need not be repeated.
 LOOKED_S = 0.001
+Done = TypeVar("Done")
 
 
 async def route(call: Call) -> None:
@@ -64,6 +68,32 @@ async def hold(call: Call) -> None:
                 otherwise.pop_all()
                 call.name = name
                 return
+
+
+async def unless_left(
+    receive: Receive, work: Coroutine[Any, Any, Done], give_back: Callable[[Done], object]
+) -> Done:
+    """Return the result of `work`; cancel it and raise `Refused` (499) when the client disconnects first.
+
+    `give_back` receives a result that nobody takes: of work that ends while this call is cancelled.
+    """
+    taken = False
+    working: asyncio.Task[Done] = asyncio.create_task(work)
+    # The body has been read, so the next message can only be the client's disconnect.
+    left: asyncio.Future[Message] = asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait((working, left), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            taken = True
+            return working.result()
+        raise Refused(CLIENT_LEFT, "The client disconnected before the adapter was loaded.")
+    finally:
+        left.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait((working,))
+        if not taken and not working.cancelled() and working.exception() is None:
+            give_back(working.result())
 
 
 def release(call: Call) -> None:

@@ -1,29 +1,13 @@
 """End the requests of an adapter whose bytes were lost.
 
-The ranks agree on the loss, the worker lists the requests in the step's output, and the scheduler ends them
-with an error. Written for vLLM 0.32.
+The ranks agree on the loss (loader.py), the worker lists the requests in the step's output, and the scheduler
+ends them with an error. Written for vLLM 0.32.
 """
 
 from typing import Any
 
-import torch
-from vllm.distributed import parallel_state
-
 # An attribute of a step's output; it survives the output's pickling.
 FAILED = "graftwork_failed"
-
-
-def has_failed_on_any_rank(failed: bool) -> bool:
-    """Return whether any tensor-parallel rank `failed`; a collective call of all ranks.
-
-    vLLM returns one rank's output: an unnoticed loss on another would mix adapter and base in the answer.
-    """
-    group = parallel_state.get_tp_group()
-    if group.world_size == 1:
-        return failed
-    flag = torch.tensor([int(failed)])
-    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
-    return bool(flag)
 
 
 def mark_failed(runner: Any, output: Any) -> Any:

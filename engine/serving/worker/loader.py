@@ -16,12 +16,13 @@ from functools import cached_property
 from threading import Lock
 from typing import Any
 
+import torch
+from vllm.distributed import parallel_state
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from engine.errors import AdapterError
-from engine.serving.worker.failed_adapters import has_failed_on_any_rank
 from engine.serving.worker.host_tier import HostTier, PackedAdapter
 from engine.serving.worker.load_channel import LoadListener, SlotReport
 from engine.serving.worker.slot_copy import SlotCopyPlan
@@ -220,7 +221,7 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
         for lora_id in cold:
             # A loss on one rank counts on every rank.
             fault = faults.get(lora_id)
-            if has_failed_on_any_rank(fault is not None):
+            if is_lost_on_any_rank(fault is not None):
                 self.slots.deactivate_adapter(lora_id)
                 reason = (fault.strerror or str(fault)) if fault else "on another rank"
                 self._fail(lora_id, names[lora_id], reason)
@@ -283,6 +284,19 @@ class LoaderExtension:
             "validated_bytes": manager.host.validated_bytes,
             "verified_bytes": manager.host.verified_bytes,
         }
+
+
+def is_lost_on_any_rank(lost: bool) -> bool:
+    """Return whether any tensor-parallel rank `lost` an adapter's bytes; a collective call of all ranks.
+
+    vLLM returns one rank's output: an unnoticed loss on another would mix adapter and base in the answer.
+    """
+    group = parallel_state.get_tp_group()
+    if group.world_size == 1:
+        return lost
+    flag = torch.tensor([int(lost)])
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+    return bool(flag)
 
 
 def is_first_of_machine() -> bool:

@@ -48,19 +48,18 @@ class Module(Protocol):
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a block: `target` in every slot (S, ...), and its place in the payload (in elements)."""
+    """A part of a block: `target` in every slot (S, ...), and its place in the payload (in elements).
+
+    `key` identifies its place in a slot, whatever the adapter's rank.
+    """
 
     block: Block
+    key: tuple[object, ...]
+    rank: int
     target: Tensor
     shape: torch.Size
     strides: tuple[int, ...]
     offset: int
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Identifies a region's place in a slot, independent of the adapter's rank."""
-        block = self.block
-        return (block.module, block.side, block.first_slice, block.slices, block.first_expert, block.experts)
 
 
 class SlotCopyPlan:
@@ -75,6 +74,7 @@ class SlotCopyPlan:
         used = [modules[name].enabled for name in {block.module for block in layout.blocks}]
         self._raised = [flags for flags in used if flags is not None]
         self._targets: dict[int, list[Tensor]] = {}
+        self._ranks = {region.key: region.rank for region in self.regions}
         self.can_read = self._is_the_payload()
         self._runs = _runs(self.regions) if self.can_read else None
 
@@ -142,10 +142,9 @@ class SlotCopyPlan:
 
     def stale(self, before: "SlotCopyPlan | None", slot: int) -> Iterator[Tensor]:
         """Yield the parts of a slot that the last occupant wrote and this plan does not overwrite."""
-        ranks: dict[tuple[object, ...], int] = {region.key: region.block.rank for region in self.regions}
         for region in before.regions if before else ():
-            rank = ranks.get(region.key, 0)
-            if rank < region.block.rank:
+            rank = self._ranks.get(region.key, 0)
+            if rank < region.rank:
                 yield region.target[slot][..., rank:, :]
 
 
@@ -245,7 +244,9 @@ def _regions(block: Block, layout: PackedLayout, modules: Mapping[str, Module]) 
     if reason is not None:
         raise AdapterError(f"{block.module}.lora_{block.side}: {reason}.")
     start = block.offset // layout.dtype.itemsize
+    key = block.module, block.side, block.first_slice, block.slices, block.first_expert, block.experts
     # Slicing a meta tensor gives the strides of each part.
     whole = torch.empty(block.shape, dtype=layout.dtype, device="meta")
     for target, part in module.places(block, whole):
-        yield Region(block, target, part.shape, part.stride(), start + int(part.storage_offset()))
+        offset = start + int(part.storage_offset())
+        yield Region(block, key, block.rank, target, part.shape, part.stride(), offset)

@@ -67,7 +67,7 @@ FUSED = {"gate_up_proj": ("gate_proj", "up_proj")}
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a worker be the only rank."""
-    monkeypatch.setattr(loader, "has_failed_on_any_rank", lambda lost: lost)
+    monkeypatch.setattr(loader, "is_lost_on_any_rank", lambda lost: lost)
 
 
 def worker() -> loader.PackedWorkerManager:

@@ -13,9 +13,9 @@ from prometheus_client import REGISTRY
 
 from engine.catalog.catalog import Catalog
 from engine.errors import DamagedBytes
-from engine.serving.gateway.asgi import unless_left
 from engine.serving.gateway.call import Unmetered
 from engine.serving.gateway.gateway import Gateway
+from engine.serving.gateway.holding import unless_left
 from tests.helpers.api_answers import APIS, CHAT, COMPLETIONS, MESSAGES, body_of
 from tests.helpers.gateway_world import CANARY, CHAMPION, make_world, unit_of, warm
 
