@@ -31,7 +31,6 @@ from engine.catalog.notices import Notices
 from engine.catalog.places import Places
 from engine.catalog.policies import Policies
 from engine.catalog.purges import Purges
-from engine.catalog.quarantine import Quarantine
 from engine.catalog.records import (
     SCHEMA_VERSION,
     AliasNote,
@@ -55,7 +54,7 @@ from engine.catalog.routes import Routes
 from engine.catalog.suggestions import Suggestions
 from engine.catalog.switches import Switches
 from engine.catalog.tinker import TinkerIndex
-from engine.catalog.tombstones import Tombstones
+from engine.catalog.withheld import Quarantine, Tombstones
 from engine.errors import ConfigError, NotFound, ServiceError
 from engine.settings.params import Paths
 

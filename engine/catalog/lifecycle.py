@@ -10,10 +10,9 @@ from engine.catalog import tables
 from engine.catalog.access import Access
 from engine.catalog.audit import record
 from engine.catalog.changes import tell
-from engine.catalog.quarantine import lift_quarantine
 from engine.catalog.records import Revision
-from engine.catalog.revision_rows import RevisionRows, key_of, table
-from engine.catalog.row_codec import COLUMNS
+from engine.catalog.revision_rows import COLUMNS, RevisionRows, key_of, table
+from engine.catalog.withheld import lift_quarantine
 from engine.errors import Conflict, NotFound
 
 # Revisions that one call expires, and rows of one write transaction, for which other writers wait.

@@ -8,10 +8,9 @@ from sqlalchemy import Update, bindparam, select, tuple_, update
 
 from engine.catalog import tables
 from engine.catalog.access import Access
-from engine.catalog.quarantine import lift_quarantine
 from engine.catalog.records import Revision
-from engine.catalog.revision_rows import RevisionRows, key_of, table
-from engine.catalog.row_codec import DIGEST_BYTES, PLACE, blobs, cut
+from engine.catalog.revision_rows import DIGEST_BYTES, PLACE, RevisionRows, blobs, cut, key_of, table
+from engine.catalog.withheld import lift_quarantine
 from engine.store.segments import Location, room
 
 # Digests as a relation, from one parameter.

@@ -13,17 +13,25 @@ from sqlalchemy import Connection, bindparam, func, literal, select, tuple_, upd
 from engine.catalog import tables
 from engine.catalog.access import Access
 from engine.catalog.purges import refuse_purged
-from engine.catalog.quarantine import lift_quarantine
 from engine.catalog.records import Revision
-from engine.catalog.revision_rows import EXPORTED, NEWEST_FIRST, SNAPSHOT, RevisionRows, key_of, table
-from engine.catalog.row_codec import COLUMNS, SEGMENT, blob, encode, prefix_range, words
+from engine.catalog.revision_rows import (
+    COLUMNS,
+    EXPORTED,
+    NEWEST_FIRST,
+    SEGMENT,
+    SNAPSHOT,
+    RevisionRows,
+    blob,
+    encode,
+    key_of,
+    table,
+    words,
+)
 from engine.catalog.suggestions import Suggestions
+from engine.catalog.withheld import lift_quarantine
 from engine.errors import Moved
-from engine.settings.params import POLICY_NAME, served_name
+from engine.settings.params import served_name
 
-# Up to so few digits a policy's own index is read: too many digests share the prefix.
-SHORT_PREFIX = 3
-CANDIDATES = 10
 LAST_ID = (1 << 31) - 1
 
 
@@ -33,14 +41,14 @@ class Revisions:
     def __init__(self, access: Access, rows: RevisionRows, suggestions: Suggestions):
         self._access = access
         self._rows = rows
+        # What `get` returns, or None where that would look for the nearest names, for milliseconds.
+        self.match = rows.match
+        # The revision with this whole digest; None when there is none.
+        self.find = rows.find
         self._suggestions = suggestions
         mark, names = access.mark, ", ".join(f'"{column.name}"' for column in COLUMNS)
         values = ", ".join([mark] * len(COLUMNS))
         self._add = f"INSERT INTO revisions ({names}) VALUES ({values}) ON CONFLICT DO NOTHING"
-        find = f"SELECT {names} FROM revisions WHERE digest >= {mark} AND digest <= {mark}"
-        # The expression rules out the index on policies, so that SQL uses the range of the key.
-        self._find_by_prefix = f"{find} AND policy || '' = {mark} LIMIT {CANDIDATES + 1}"
-        self._find_short = f"{find} AND policy = {mark} LIMIT {CANDIDATES + 1}"
 
     def add_many(self, rows: Sequence[Revision], shared: Collection[str] = ()) -> list[bool]:
         """Publish revisions, whose bytes are in the store, in one transaction; return which are new.
@@ -72,26 +80,6 @@ class Revisions:
         if found is None:
             raise self._suggestions.missing(policy, digest_prefix)
         return found
-
-    def match(self, policy: str, digest_prefix: str) -> Revision | None:
-        """Return what `get` does, or None where that would look for the nearest names, for milliseconds."""
-        between = prefix_range(digest_prefix)
-        if between is None or not POLICY_NAME.fullmatch(policy):
-            return None
-        query = self._find_by_prefix if len(digest_prefix) > SHORT_PREFIX else self._find_short
-        rows = self._access.quick(query, (*between, policy))
-        if not rows:
-            return None
-        found = self._rows.decode(rows)
-        if len(found) > 1:
-            raise self._suggestions.ambiguous(
-                policy, digest_prefix, [row.digest for row in found[:CANDIDATES]]
-            )
-        return found[0]
-
-    def find(self, policy: str, digest: str) -> Revision | None:
-        """Return the revision with this whole digest; None when there is none."""
-        return self._rows.find(policy, digest)
 
     def page(
         self,

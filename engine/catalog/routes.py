@@ -10,8 +10,8 @@ from engine.catalog.access import Access
 from engine.catalog.audit import record
 from engine.catalog.changes import tell
 from engine.catalog.records import Release, Route
-from engine.catalog.row_codec import blob
-from engine.catalog.tombstones import refuse_tombstoned
+from engine.catalog.revision_rows import blob
+from engine.catalog.withheld import refuse_tombstoned
 from engine.errors import Conflict, NotFound
 
 # Names for one query.

@@ -1,4 +1,4 @@
-"""Suggestions for malformed, unknown or ambiguous names. Reads are bounded: anybody may misspell."""
+"""Suggestions for malformed or unknown names. Reads are bounded: anybody may misspell."""
 
 import difflib
 import re
@@ -8,9 +8,9 @@ from sqlalchemy import or_, select, true
 
 from engine.catalog import tables
 from engine.catalog.access import Access
+from engine.catalog.revision_rows import HEX, prefix_range
 from engine.catalog.routes import covered
-from engine.catalog.row_codec import HEX, prefix_range
-from engine.errors import Ambiguous, NotFound
+from engine.errors import NotFound
 from engine.settings.params import DIGEST12, served_name
 
 NEAREST = 5
@@ -38,18 +38,6 @@ class Suggestions:
         near = nearest or self.policies(policy, patterns)
         what = f"Policy {policy!r} has no revision {digest_prefix[:DIGEST12]!r} in the catalog."
         return NotFound(f"{what} Nearest: {', '.join(near)}." if near else what, near)
-
-    def ambiguous(self, policy: str, digest_prefix: str, digests: Sequence[str]) -> Ambiguous:
-        """Return the error for a prefix of several digests: it lists them, with enough digits to differ."""
-        digits = DIGEST12
-        while len({digest[:digits] for digest in digests}) < len(digests):
-            digits += 1
-        candidates = [f"{policy}@{digest[:digits]}" for digest in digests]
-        return Ambiguous(
-            f"Several revisions of {policy!r} begin with {digest_prefix!r}; give more digits. "
-            f"Candidates: {', '.join(candidates)}.",
-            candidates,
-        )
 
     def policies(self, name: str, patterns: Sequence[str] = ()) -> list[str]:
         """Return up to 5 policies with names similar to this one, the closest first.

@@ -15,9 +15,9 @@ from engine.adapters import packed
 from engine.adapters.packed_check import check_layout
 from engine.catalog.leases import BACKUP
 from engine.catalog.records import Revision
+from engine.catalog.revision_rows import location
 from engine.errors import AdapterError, DamagedBytes, GraftworkError, MissingBytes, NotFound
 from engine.publishing.ownership import require
-from engine.publishing.publish import location
 from engine.settings.params import served_name
 from engine.store.segments import Location
 

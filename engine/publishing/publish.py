@@ -9,11 +9,11 @@ import torch
 
 from engine.adapters import packed
 from engine.catalog.records import Revision
+from engine.catalog.revision_rows import location
 from engine.errors import AdapterError, Conflict, DamagedBytes, MissingBytes, Moved, NotFound
 from engine.publishing.ownership import claim
 from engine.settings.params import served_name
 from engine.store.checksums import is_whole
-from engine.store.segments import Location
 
 if TYPE_CHECKING:
     from engine.adapters.revision import Manifest, Tensors
@@ -151,8 +151,3 @@ def stored_packed(catalog: "Catalog", store: "Store", row: Revision) -> packed.P
         payload = store.read(location(row))
     layout = packed.PackedLayout.from_json(catalog.layouts.get(row.layout))
     return packed.Packed(layout, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-
-
-def location(row: Revision) -> Location:
-    """Return where a row's bytes lie."""
-    return Location(row.segment, row.offset, row.length, row.checksum)

@@ -16,8 +16,8 @@ import psutil
 
 from engine.adapters.revision import read_revision
 from engine.catalog.catalog import Catalog
+from engine.catalog.revision_rows import location
 from engine.ledger.ledger import Ledger
-from engine.publishing.publish import location
 from engine.services import lifecycle as services
 from engine.settings.params import Params
 from engine.store.segments import Store

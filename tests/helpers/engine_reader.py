@@ -16,8 +16,8 @@ import torch
 
 from engine.adapters import packed
 from engine.catalog.records import Revision
+from engine.catalog.revision_rows import location
 from engine.errors import AdapterError, DamagedBytes, MissingBytes, NotFound
-from engine.publishing.publish import location
 from engine.serving.gateway.routing import Router
 from engine.serving.residency.adapter_fetch import AdapterFetch
 from engine.serving.worker.host_tier import READY, REFUSED, HostTier

@@ -14,7 +14,8 @@ import torch
 from engine.adapters import packed, revision
 from engine.adapters.revision import make_manifest
 from engine.catalog.catalog import Base, Catalog, Policy, Revision, migrate
-from engine.publishing.publish import location, publish, put, stored_tensors
+from engine.catalog.revision_rows import location
+from engine.publishing.publish import publish, put, stored_tensors
 from engine.settings.params import Params
 from engine.store.open import open_store
 from engine.store.segments import Store

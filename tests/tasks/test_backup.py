@@ -27,6 +27,7 @@ from engine.backup.place import BackupPlace
 from engine.catalog.catalog import Catalog, Policy
 from engine.catalog.leases import BACKUP
 from engine.catalog.records import AuditEntry
+from engine.catalog.revision_rows import location
 from engine.clients.controller import ControllerClient
 from engine.controller.__main__ import whole_app
 from engine.controller.loop import Controller
@@ -39,7 +40,6 @@ from engine.metering.dead_gateways import close_dead
 from engine.metering.usage_log import UsageLog
 from engine.metering.usage_rows import Metered, connect
 from engine.publishing.maintenance import compact, gc, pages
-from engine.publishing.publish import location
 from engine.security.credentials import create_credentials
 from engine.settings.params import Params, load_params
 from engine.settings.services import StoreConfig

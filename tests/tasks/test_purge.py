@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from engine.base.resident import BaseInfo
 from engine.catalog.catalog import Catalog, Policy, Release
+from engine.catalog.revision_rows import location
 from engine.clients.controller import ControllerClient
 from engine.controller.__main__ import whole_app
 from engine.controller.loop import Controller
@@ -22,7 +23,6 @@ from engine.errors import ConfigError, Conflict, NotFound, ServiceError
 from engine.integrations.mlflow_aliases import AliasMirror
 from engine.integrations.mlflow_registry import Registry
 from engine.ledger.ledger import Spool, open_snapshot
-from engine.publishing.publish import location
 from engine.settings.params import Params, load_params
 from engine.store.open import open_store
 from engine.training.service import session_deletion

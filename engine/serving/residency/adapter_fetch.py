@@ -12,9 +12,9 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from engine.catalog.catalog import Catalog, Revision
+from engine.catalog.revision_rows import location
 from engine.catalog.waits import ANSWER_S, limit_waits
 from engine.errors import AdapterError, DamagedBytes, MissingBytes
-from engine.publishing.publish import location
 from engine.settings.params import served_name
 from engine.store.segments import Store
 
@@ -39,6 +39,7 @@ class AdapterFetch:
 
     def __init__(self, engine: Engine, catalog: Catalog, store: Store):
         self._engine, self._catalog, self._store = engine, catalog, store
+        self._is_local = catalog.is_file and not store.is_remote
         self._threads = ThreadPoolExecutor(THREADS, "graftwork-fetch", limit_waits, (ANSWER_S,))
         self._layout = lru_cache(LAYOUTS)(catalog.layouts.get)
 
@@ -80,9 +81,7 @@ class AdapterFetch:
 
     async def _fetched(self, row: Revision) -> dict[str, Any]:
         # A thread costs as much as the rest of a small load, so a local catalog and store do without.
-        if self._store.is_remote or not self._catalog.is_file:
-            return await self.in_thread(self._fetch, row)
-        return self._fetch(row)
+        return self._fetch(row) if self._is_local else await self.in_thread(self._fetch, row)
 
     def _fetch(self, row: Revision) -> dict[str, Any]:
         """Return the bytes' local address, after downloading them if the store is remote."""

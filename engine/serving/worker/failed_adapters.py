@@ -6,6 +6,8 @@ ends them with an error. Written for vLLM 0.32.
 
 from typing import Any
 
+from vllm.v1.outputs import ModelRunnerOutput
+
 # An attribute of a step's output; it survives the output's pickling.
 FAILED = "graftwork_failed"
 
@@ -29,7 +31,7 @@ def mark_failed(runner: Any, output: Any) -> Any:
     return output
 
 
-def drop_failed(scheduler: Any, output: Any) -> None:
+def drop_failed(scheduler: Any, output: ModelRunnerOutput) -> None:
     """Drop a step's samples for such requests and have the scheduler end them with an error."""
     for request in getattr(output, FAILED):
         index = output.req_id_to_index.get(request)

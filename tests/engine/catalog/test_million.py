@@ -22,7 +22,7 @@ from engine.catalog import tables
 from engine.catalog.batches import RevisionBatch
 from engine.catalog.catalog import Catalog, Policy, Revision, Route, migrate
 from engine.catalog.database import open_engine
-from engine.catalog.row_codec import COLUMNS, encode
+from engine.catalog.revision_rows import COLUMNS, encode
 from engine.errors import AdapterError, Ambiguous, Conflict, Moved, NotFound, Purged
 from engine.store.segments import Location
 from tests.helpers.catalog_migrations import upgrade_to

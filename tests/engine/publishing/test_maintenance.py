@@ -12,10 +12,11 @@ from dataclasses import asdict, replace
 import pytest
 
 from engine.catalog.catalog import Catalog
+from engine.catalog.revision_rows import location
 from engine.errors import AdapterError, ServiceError
 from engine.publishing import maintenance
 from engine.publishing.maintenance import compact, gc, verify
-from engine.publishing.publish import location, publish, put
+from engine.publishing.publish import publish, put
 from engine.settings.params import Params
 from engine.store.open import open_store
 from tests.helpers.command_line import graftwork

@@ -10,10 +10,11 @@ from sqlalchemy import event
 
 from engine.adapters import packed
 from engine.catalog.catalog import Base
+from engine.catalog.revision_rows import location
 from engine.errors import ServiceError
 from engine.publishing import maintenance, repacking
 from engine.publishing.maintenance import compact, gc, verify
-from engine.publishing.publish import location, stored_tensors
+from engine.publishing.publish import stored_tensors
 from engine.publishing.repacking import repack
 from engine.settings.params import Params
 from engine.store.open import open_store

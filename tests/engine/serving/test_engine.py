@@ -15,9 +15,9 @@ import torch
 
 from engine.base.families import BaseShapes
 from engine.catalog.catalog import Policy
+from engine.catalog.revision_rows import location
 from engine.clients.engine import EngineClient
 from engine.errors import NotFound
-from engine.publishing.publish import location
 from engine.serving.gateway.uvicorn_accept import HANDLES
 from engine.settings.params import load_params
 from tasks.residency import residency

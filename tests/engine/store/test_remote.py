@@ -16,9 +16,9 @@ import pytest
 from fsspec import AbstractFileSystem
 from moto.s3.responses import S3Response
 
+from engine.catalog.revision_rows import location
 from engine.errors import AdapterError, ConfigError, Conflict, MissingBytes, ServiceError
 from engine.publishing.maintenance import compact, gc, verify
-from engine.publishing.publish import location
 from engine.publishing.repacking import repack
 from engine.settings.params import Params
 from engine.settings.services import StoreConfig

@@ -15,10 +15,11 @@ from engine.adapters import packed, revision
 from engine.adapters.revision import make_manifest
 from engine.base.families import BaseShapes
 from engine.catalog.catalog import Catalog, Policy
+from engine.catalog.revision_rows import location
 from engine.errors import Moved, ServiceError
 from engine.publishing import bulk
 from engine.publishing.bulk import Entry, Registered, groups, register_many, writer
-from engine.publishing.publish import location, stored_tensors
+from engine.publishing.publish import stored_tensors
 from engine.store.segments import Store
 from tests.helpers import made_adapters
 from tests.helpers.repository import ROOT

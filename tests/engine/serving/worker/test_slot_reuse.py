@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.base.families import BaseShapes
-from engine.publishing.publish import location
+from engine.catalog.revision_rows import location
 from tests.helpers.live import CROWDED, RunningEngine
 
 RANK, SLOTS = CROWDED["max_rank"], CROWDED["slots"]
