@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 
 from engine.adapters import packed
 from engine.base.families import BaseShapes
-from engine.serving.worker.host_tier import HostTier
+from engine.serving.worker.host_tier_bytes import HostTierBytes
 from engine.serving.worker.loader import RegisteredAdapter, SlotManager
 from engine.store.checksums import checksum_of
 from engine.store.segments import Store
@@ -143,7 +143,7 @@ class Ours:
     def __init__(self, config: dict, rank: int, tp: tuple[int, int] = (0, 1)):
         lora = made.lora_config(slot_count(rank), rank, DTYPE)
         self.slots: SlotManager = made.manager(SlotManager, layers(config, rank, False, tp), lora)
-        self.host = HostTier(self.slots.buffers, verifies=tp[0] == 0)
+        self.host = HostTierBytes(self.slots.buffers, verifies=tp[0] == 0)
         self._number = 0
 
     def load(self, address: dict) -> None:

@@ -19,8 +19,8 @@ from engine.catalog.records import Revision
 from engine.catalog.revision_rows import location
 from engine.errors import AdapterError, DamagedBytes, MissingBytes, NotFound
 from engine.serving.gateway.routing import Router
-from engine.serving.residency.adapter_fetch import AdapterFetch
-from engine.serving.worker.host_tier import READY, REFUSED, HostTier
+from engine.serving.residency.loads import AdapterFetch
+from engine.serving.worker.host_tier_bytes import READY, REFUSED, HostTierBytes
 from engine.serving.worker.loader import SlotManager
 from engine.settings.params import Params, served_name
 from engine.threads import background
@@ -40,7 +40,7 @@ class Worker:
     def __init__(self) -> None:
         self._layers = layers_of({"model_type": KIND, **CONFIGS[KIND]}, 1, SLOT_RANK, torch.float32)
         config = made.lora_config(1, SLOT_RANK, torch.float32)
-        self._tier = HostTier(made.manager(SlotManager, self._layers, config).buffers)
+        self._tier = HostTierBytes(made.manager(SlotManager, self._layers, config).buffers)
         self._before: Any = None
 
     async def prepare(self, name: str, address: dict[str, Any]) -> None:

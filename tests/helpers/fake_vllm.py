@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from vllm.utils.counter import AtomicCounter
 
-from engine.serving.worker.host_tier import READY
+from engine.serving.worker.host_tier_bytes import READY
 from engine.serving.worker.load_channel import LoadListener
 
 

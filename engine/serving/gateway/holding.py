@@ -15,7 +15,7 @@ from engine.errors import GraftworkError
 from engine.serving.gateway.asgi import CLIENT_LEFT, Message, Receive, Refused
 from engine.serving.gateway.call import Call, GatewayState
 from engine.serving.gateway.routing import STALE_S, Router, Target
-from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE
+from engine.serving.residency.loads import BACKGROUND, INTERACTIVE
 from engine.settings.params import served_name
 
 # So young is a look that need not be repeated.
@@ -62,7 +62,7 @@ async def hold(call: Call) -> None:
             name = await unless_left(call.receive, held, residency.release)
         with ExitStack() as otherwise:
             otherwise.callback(residency.release, name, is_use=False)
-            await residency.refuse_quarantined(revision)
+            await residency.fetch.refuse_quarantined(revision)
             await route(call)
             if call.target.digest == digest:
                 otherwise.pop_all()

@@ -1,7 +1,7 @@
 """Prewarming: load adapters before the first request for them.
 
 After a restart it loads the adapters that were popular before, from a small file for each engine; while the
-engine runs it loads the revisions under release. It also drops adapters that are gone from the catalog. All
+engine runs it loads the revisions under release. It also evicts adapters that are gone from the catalog. All
 its loads have background priority: requests of users go first.
 """
 
@@ -85,7 +85,7 @@ class Prewarmer:
         changed = await router.ask(router.take_changed)
         self._to_check = None if changed is None or self._to_check is None else self._to_check | changed
         if self._to_check is None or self._to_check:
-            await self._drop_what_is_gone(self._to_check)
+            await self._evict_what_is_gone(self._to_check)
         released = await router.ask(router.under_release)
         fresh = released - self._seen
         if not released <= self._known:
@@ -121,8 +121,8 @@ class Prewarmer:
         names = served_names(self._router.under_release())
         return sorted(name for name in names if name not in self._residency.residents)
 
-    async def _drop_what_is_gone(self, policies: set[str] | None) -> None:
-        """Drop residents whose rows were purged or have expired, and those in quarantine.
+    async def _evict_what_is_gone(self, policies: set[str] | None) -> None:
+        """Evict residents whose rows were purged or have expired, and those in quarantine.
 
         Quarantined ones must go because a slot may be filled from damaged bytes. Rows that cannot be read
         now, and adapters still in use, are checked again at the next look.

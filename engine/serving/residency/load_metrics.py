@@ -1,22 +1,16 @@
-"""Prometheus metrics and ledger events of cold loads. No label names a revision: there may be a million."""
+"""Prometheus metrics of cold loads and tiers. No label names a revision: there may be a million."""
 
-import logging
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.catalog.catalog import Revision
-from engine.serving.residency.host_tier_cache import HostTierCache, Resident
-from engine.serving.residency.load_queue import PRIORITIES, Load, LoadQueue
-from engine.serving.residency.states import AdapterStates
-from engine.serving.worker.load_channel import SlotReport
+from engine.serving.residency.host_tier_index import AdapterStates, HostTierIndex
+from engine.serving.residency.loads import PRIORITIES, LoadQueue
 
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-log = logging.getLogger("graftwork.loads")
 
 
 class LoadMetrics:
@@ -53,11 +47,10 @@ class LoadMetrics:
         self.slot_evictions = Counter(
             "graftwork_slot_evictions", "Adapters evicted from a slot.", registry=registry
         )
-        self._counted = 0, 0
         self.queue = Gauge("graftwork_load_queue", "Cold loads that wait.", ["priority"], registry=registry)
         self.running = Gauge("graftwork_loads_running", "Cold loads that run.", registry=registry)
 
-    def watch(self, tier: HostTierCache, queue: LoadQueue, states: AdapterStates) -> None:
+    def watch(self, tier: HostTierIndex, queue: LoadQueue, states: AdapterStates) -> None:
         """Export tier, queue and states; they are read at each scrape."""
         self.registry.register(StatesCollector(states))
         self.adapters.labels("slot").set_function(lambda: len(states.in_slots))
@@ -69,12 +62,6 @@ class LoadMetrics:
         self.running.set_function(lambda: len(queue.running))
         for priority in PRIORITIES:
             self.queue.labels(priority).set_function(partial(queue.waits, priority))
-
-    def count_slots(self, report: SlotReport) -> None:
-        """Add a worker's counts of slot fills and evictions since its last report."""
-        self.slot_fills.inc(report.activations - self._counted[0])
-        self.slot_evictions.inc(report.slot_evictions - self._counted[1])
-        self._counted = report.activations, report.slot_evictions
 
 
 class StatesCollector(Collector):
@@ -99,43 +86,3 @@ class StatesCollector(Collector):
         for transition, count in list(self._states.transitions.items()):
             made.add_metric(transition, count)
         yield made
-
-
-class LoadLog:
-    """Counts each load's outcome and passes it to `tell`, for the ledger's table `loads`. Never raises."""
-
-    def __init__(self, metrics: LoadMetrics, tell: Callable[..., object], tier: HostTierCache):
-        self._metrics, self._tell, self._tier = metrics, tell, tier
-
-    def ended(self, load: Load, outcome: str, error: str | None) -> None:
-        """Record a load's outcome: `ready`, `refused` or `cancelled`, the last two with an `error`."""
-        now = time.monotonic()
-        self._metrics.loads.labels(load.priority, outcome).inc()
-        if load.started_at is not None:
-            self._metrics.load_s.labels(load.priority).observe(now - load.started_at)
-        self._emit(
-            load.revision, "host", now - (load.started_at or now), error=error, outcome=outcome,
-            wait_s=load.waited_s, priority=load.priority, waiters=load.asked_by,
-        )  # fmt: skip
-
-    def evicted(self, resident: Resident) -> None:
-        """Record that an adapter left the host tier; `seconds` of its row is how long it was there."""
-        self._metrics.evictions.inc()
-        self._emit(resident.revision, "stored", time.monotonic() - resident.loaded_at)
-
-    def _emit(self, revision: Revision, tier: str, seconds: float, **more: object) -> None:
-        try:
-            self._tell(
-                policy=revision.policy,
-                digest=revision.digest,
-                tier=tier,
-                bytes=revision.length,
-                seconds=seconds,
-                tier_adapters=len(self._tier.residents),
-                tier_bytes=self._tier.bytes,
-                **more,
-            )
-        except Exception as error:
-            # For instance a full disk: the ledger must never fail a request.
-            self._metrics.untold.inc()
-            log.warning("A load of %s could not be recorded in the ledger: %s", revision.policy, error)

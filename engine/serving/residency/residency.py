@@ -1,9 +1,9 @@
 """Residency: bring cold adapters into the host tier, and evict unused ones when it is full.
 
-A cold load is scheduled work with its own bounded queue (load_queue.py); a request waits for it outside the
-engine. Concurrent misses of one adapter share a load, which is cancelled when its last waiter leaves. Each
-adapter is in one state of states.py, and only this module changes it. adapter_fetch.py gets the bytes,
-host_tier_cache.py chooses which adapters to evict. Everything runs in one event loop.
+A cold load is scheduled work with its own bounded queue (loads.py, which also fetches its bytes); a request
+waits for it outside the engine. Concurrent misses of one adapter share a load, which is cancelled when its
+last waiter leaves. Each adapter is in one state of host_tier_index.py, which also chooses which adapters are
+evicted, and only this module changes it. Everything runs in one event loop.
 """
 
 import asyncio
@@ -18,25 +18,77 @@ from prometheus_client import CollectorRegistry
 from engine.catalog.catalog import Catalog, Revision
 from engine.errors import Busy, GraftworkError, ServiceError
 from engine.planning.tiers import host_tier_bytes
-from engine.serving.residency.adapter_fetch import AdapterFetch, Engine
-from engine.serving.residency.host_tier_cache import HostTierCache, Resident, refuse_twin
-from engine.serving.residency.load_metrics import LoadLog, LoadMetrics
-from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE, Load, LoadQueue
-from engine.serving.residency.states import AdapterEvent, AdapterState, AdapterStates
+from engine.serving.residency.host_tier_index import (
+    AdapterEvent,
+    AdapterState,
+    AdapterStates,
+    HostTierIndex,
+    Resident,
+    refuse_twin,
+)
+from engine.serving.residency.load_metrics import LoadMetrics
+from engine.serving.residency.loads import BACKGROUND, INTERACTIVE, AdapterFetch, Engine, Load, LoadQueue
 from engine.serving.worker.load_channel import SlotReport
 from engine.settings.params import served_name
 from engine.settings.services import EngineConfig
 from engine.store.segments import Store
 
 log = logging.getLogger("graftwork.residency")
-
-
+loads_log = logging.getLogger("graftwork.loads")
 # Faults of loads that are kept.
 MOST_FAULTS = 256
 
 
+class LoadLog:
+    """Counts loads and evictions, and passes them to `tell`, for the ledger's table `loads`. Never raises."""
+
+    def __init__(self, metrics: LoadMetrics, tell: Callable[..., object], tier: HostTierIndex):
+        self._metrics, self._tell, self._tier = metrics, tell, tier
+        # Slots' fills and evictions in the worker's last report.
+        self._counted = 0, 0
+
+    def slots(self, report: SlotReport) -> None:
+        """Add a worker's counts of slot fills and evictions since its last report."""
+        self._metrics.slot_fills.inc(report.activations - self._counted[0])
+        self._metrics.slot_evictions.inc(report.slot_evictions - self._counted[1])
+        self._counted = report.activations, report.slot_evictions
+
+    def ended(self, load: Load, outcome: str, error: str | None) -> None:
+        """Record a load's outcome: `ready`, `refused` or `cancelled`, the last two with an `error`."""
+        now = time.monotonic()
+        self._metrics.loads.labels(load.priority, outcome).inc()
+        if load.started_at is not None:
+            self._metrics.load_s.labels(load.priority).observe(now - load.started_at)
+        self._emit(
+            load.revision, "host", now - (load.started_at or now), error=error, outcome=outcome,
+            wait_s=load.waited_s, priority=load.priority, waiters=load.asked_by,
+        )  # fmt: skip
+
+    def evicted(self, resident: Resident) -> None:
+        """Record that an adapter left the host tier; `seconds` of its row is how long it was there."""
+        self._metrics.evictions.inc()
+        self._emit(resident.revision, "stored", time.monotonic() - resident.loaded_at)
+
+    def _emit(self, revision: Revision, tier: str, seconds: float, **more: object) -> None:
+        try:
+            self._tell(
+                policy=revision.policy,
+                digest=revision.digest,
+                tier=tier,
+                bytes=revision.length,
+                seconds=seconds,
+                tier_adapters=len(self._tier.residents),
+                tier_bytes=self._tier.bytes,
+                **more,
+            )
+        except Exception as error:
+            # For instance a full disk: the ledger must never fail a request.
+            self._metrics.untold.inc()
+            loads_log.warning("A load of %s could not be recorded in the ledger: %s", revision.policy, error)
+
+
 class Residency:
-    """The gateway's view of the host tier: hold, release, prewarm and drop adapters."""
+    """The gateway's view of the host tier: hold, release, prewarm and evict adapters."""
 
     def __init__(
         self,
@@ -60,7 +112,7 @@ class Residency:
         # Prewarms and calls to forget; asyncio keeps only weak references to tasks.
         self.tasks: set[asyncio.Task[None]] = set()
         self.metrics = metrics or LoadMetrics(CollectorRegistry())
-        self.tier = HostTierCache(host_tier_bytes(config), config.host_adapters, on_hit=self.metrics.hits.inc)
+        self.tier = HostTierIndex(host_tier_bytes(config), config.host_adapters, on_hit=self.metrics.hits.inc)
         self.metrics.watch(self.tier, self.queue, self.states)
         self._log = LoadLog(self.metrics, on_load, self.tier)
 
@@ -86,14 +138,10 @@ class Residency:
         """
         name = self.tier.ask(revision)
         if name is None:
-            load, waiter = self._join(revision, priority)
+            load, waiter = self._ask(revision, priority)
             await self._wait(load, waiter)
             name = load.name
         return name
-
-    async def refuse_quarantined(self, revision: Revision) -> None:
-        """Raise `AdapterError` when a revision is in quarantine now."""
-        await self.fetch.refuse_quarantined(revision)
 
     def release(self, name: str, is_use: bool = True) -> None:
         """End a hold; `is_use` says whether a request used the adapter."""
@@ -109,12 +157,12 @@ class Residency:
     def lose(self, name: str) -> None:
         """Remove an adapter whose bytes are lost or in quarantine; the next request reloads it."""
         if self.states.move(name, AdapterEvent.LOSE) is AdapterState.LOST:
-            self.tier.residents[name].is_lost = True
+            self.tier.lose(name)
             self.evict(name, AdapterEvent.RELEASE)
 
     def take_report(self, in_slots: Collection[str], lost: Collection[str], report: SlotReport) -> None:
         """Apply a worker's report: which adapters are in a slot now, and which have lost their bytes."""
-        self.metrics.count_slots(report)
+        self._log.slots(report)
         for name in lost:
             self.lose(name)
         for name in self.states.in_slots.difference(in_slots):
@@ -124,10 +172,11 @@ class Residency:
 
     def evict(self, name: str, event: AdapterEvent = AdapterEvent.EVICT) -> bool:
         """Remove an adapter that no request uses, one that is gone from the catalog; else return False."""
-        resident = self.tier.evict(name)
-        if resident is not None:
-            self._leave([(name, resident)], event)
-        return resident is not None
+        resident = self.residents.get(name)
+        if resident is None or resident.users:
+            return False
+        self._leave([(name, self.tier.evict(name))], event)
+        return True
 
     def doubt(self, policies: Collection[str] | None) -> None:
         """Make loads of these policies (None: all) check their catalog row again before they end."""
@@ -146,7 +195,7 @@ class Residency:
         if is_use and self.tier.ask(revision) is not None:
             self.release(name)
             return 0.0
-        load, waiter = self._join(revision, BACKGROUND, is_use)
+        load, waiter = self._ask(revision, BACKGROUND, is_use)
 
         async def keep() -> None:
             # A request for this adapter will get the error.
@@ -162,7 +211,7 @@ class Residency:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    def _join(
+    def _ask(
         self, revision: Revision, priority: str, is_use: bool = True
     ) -> "tuple[Load, asyncio.Future[None]]":
         """Return the load of a revision, new or shared, and a future that ends with it."""
@@ -240,36 +289,39 @@ class Residency:
             # Any error must reach the waiters, or they would wait until their timeout.
             fault = ServiceError(f"{load.name} was not loaded: {error!r}. See the engine's log.")
         try:
-            self._end(load, fault)
+            self.faults.pop(load.name, None)
+            if fault is None:
+                self._ready(load)
+            else:
+                self._refuse(load, fault)
+            self._evict_idle()
         finally:
             # The queue must move on after any error.
             self._start()
 
-    def _end(self, load: Load, fault: Exception | None) -> None:
-        """Add a loaded adapter to the tier, or have a refused one forgotten; then wake the waiters."""
-        if fault is None:
-            self.queue.end(load)
-            self.states.move(load.name, AdapterEvent.READY)
-            self.tier.ready(load.name, load.revision)
-            self.faults.pop(load.name, None)
-        else:
-            self.faults.pop(load.name, None)
-            self.faults[load.name] = str(fault)
-            if len(self.faults) > MOST_FAULTS:
-                del self.faults[next(iter(self.faults))]
-            self.queue.discard(load)
-            self.states.move(load.name, AdapterEvent.REFUSE)
-            self._forget(load.name)
+    def _ready(self, load: Load) -> None:
+        """Add a loaded adapter to the tier, held by each of its waiters, and wake them."""
+        self.queue.end(load)
+        self.states.move(load.name, AdapterEvent.READY)
+        self.tier.ready(load.name, load.revision)
         for waiter in load.waiters:
-            if waiter.done():
-                continue
-            if fault is None:
+            if not waiter.done():
                 self.tier.hold(load.name)
                 waiter.set_result(None)
-            else:
+        self._log.ended(load, "ready", None)
+
+    def _refuse(self, load: Load, fault: Exception) -> None:
+        """Have a refused adapter forgotten, and tell its waiters why."""
+        self.faults[load.name] = str(fault)
+        if len(self.faults) > MOST_FAULTS:
+            del self.faults[next(iter(self.faults))]
+        self.queue.discard(load)
+        self.states.move(load.name, AdapterEvent.REFUSE)
+        self._forget(load.name)
+        for waiter in load.waiters:
+            if not waiter.done():
                 waiter.set_exception(fault)
-        self._log.ended(load, "refused" if fault else "ready", str(fault) if fault else None)
-        self._evict_idle()
+        self._log.ended(load, "refused", str(fault))
 
     def _evict_idle(self) -> None:
         """Evict adapters until the tier is within its limits."""

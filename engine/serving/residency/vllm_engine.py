@@ -13,7 +13,7 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.request import LoRARequest
 
 from engine.errors import AdapterError, ServiceError
-from engine.serving.worker.host_tier import READY, REFUSED
+from engine.serving.worker.host_tier_bytes import READY, REFUSED
 from engine.serving.worker.load_channel import LoadChannel, SlotReport
 
 RPC_TIMEOUT_S = 60.0
@@ -25,7 +25,7 @@ OnReport = Callable[[Collection[str], Collection[str], SlotReport], None]
 
 
 class VllmEngine:
-    """Implements `adapter_fetch.Engine` on vLLM's client, and passes on the workers' reports."""
+    """Implements `loads.Engine` on vLLM's client, and passes on the workers' reports."""
 
     def __init__(self, client: Any, models: OpenAIServingModels, channels: list[LoadChannel]):
         self._client = client
@@ -139,7 +139,7 @@ class VllmEngine:
         going = {name: self._leaving.pop(name) for name in self._unused(self._leaving)}
         if not going:
             return False
-        ids = {name: self._drop(name) for name in going}
+        ids = {name: self._forget_here(name) for name in going}
         fault = None
         try:
             self._losses += any(await _call(self._client, "graftwork_forget", ids))
@@ -161,7 +161,7 @@ class VllmEngine:
         used = used.union(*(channel.unanswered for channel in self._channels))
         return [name for name in names if name not in used]
 
-    def _drop(self, name: str) -> int | None:
+    def _forget_here(self, name: str) -> int | None:
         """Remove a name from the server's tables; return the workers' id of it, or None."""
         request = self._models.lora_requests.pop(name, None)
         if request is None:

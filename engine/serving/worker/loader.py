@@ -23,7 +23,7 @@ from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from engine.errors import AdapterError
-from engine.serving.worker.host_tier import HostTier, PackedAdapter
+from engine.serving.worker.host_tier_bytes import HostTierBytes, PackedAdapter
 from engine.serving.worker.load_channel import LoadListener, SlotReport
 from engine.serving.worker.slot_copy import SlotCopyPlan
 from engine.serving.worker.slots import ModuleSlots, slots_of
@@ -146,12 +146,12 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
     """vLLM's worker manager over the host tier: registering takes no slot, the step only copies."""
 
     _manager_cls = SlotManager
-    host: HostTier
+    host: HostTierBytes
 
     def create_lora_manager(self, *args: Any, **kwargs: Any) -> Any:
         """Wrap the model's layers as stock does, and create the host tier for their slots."""
         model = super().create_lora_manager(*args, **kwargs)
-        self.host = HostTier(self.slots.buffers, verifies=is_first_of_machine())
+        self.host = HostTierBytes(self.slots.buffers, verifies=is_first_of_machine())
         return model
 
     @cached_property
@@ -224,7 +224,7 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
             if is_lost_on_any_rank(fault is not None):
                 self.slots.deactivate_adapter(lora_id)
                 reason = (fault.strerror or str(fault)) if fault else "on another rank"
-                self._fail(lora_id, names[lora_id], reason)
+                self._lose(lora_id, names[lora_id], reason)
         if cold or len(self.slots.failed) > known:
             self.report()
 
@@ -237,9 +237,9 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
             self.slots.add_adapter(RegisteredAdapter(lora_id, adapter))
             return
         # Forgotten while in use, which the gateway never does; an error here would end the engine.
-        self._fail(lora_id, name, "it was removed from the host tier during a request")
+        self._lose(lora_id, name, "it was removed from the host tier during a request")
 
-    def _fail(self, lora_id: int, name: str, reason: str) -> None:
+    def _lose(self, lora_id: int, name: str, reason: str) -> None:
         """Fail requests of this id until it is forgotten; the name may then return under another id."""
         log.warning("The bytes of %s were lost: %s. The next request for it reloads it.", name, reason)
         self.slots.failed[lora_id] = name

@@ -15,7 +15,7 @@ from engine.adapters.packed import Block, PackedLayout
 from engine.base.families import BaseShapes
 from engine.base.model_config import read_config
 from engine.planning.adapters import Wanted, plan_adapters
-from engine.serving.worker.host_tier import LAYOUT_LIMIT, HostTier, read_layout
+from engine.serving.worker.host_tier_bytes import LAYOUT_LIMIT, HostTierBytes, read_layout
 from engine.serving.worker.loader import RegisteredAdapter, SlotManager
 from engine.settings.services import EngineConfig
 from engine.store.segments import Store
@@ -54,7 +54,7 @@ def load(tmp_path: Path, layers: int, tp: tuple[int, int] = (0, 1)):
     assert len(address["layout"]) < LAYOUT_LIMIT
     found = layers_of(config, 1, 1, DTYPE, tp)
     manager = made.manager(SlotManager, found, made.lora_config(1, 1, DTYPE))
-    tier = HostTier(manager.buffers, verifies=tp[0] == 0)
+    tier = HostTierBytes(manager.buffers, verifies=tp[0] == 0)
     held = tier.open("k2", address)
     tier.verify(held, address)
     assert held.bytes.mapped is not None

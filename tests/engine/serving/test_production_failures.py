@@ -12,7 +12,7 @@
 | signed URLs in cache keys filling the disk  | test_store_remote.py (the cache)                           |
 | LoRA that binds zero modules                | test_packed.py, test_probe_gate.py (served as the base)    |
 | an evicted adapter answering 404 for ever   | test_slot_reuse.py (more adapters than room) |
-| engine versions never unloaded              | test_host_tier_cache.py, test_slot_reuse.py (memory)       |
+| engine versions never unloaded              | test_host_tier_index.py, test_slot_reuse.py (memory)       |
 | a load call reaching one replica of several | test_failed_adapters.py, test_vllm_engine.py (all workers) |
 | open files of a removed segment going stale | here                                                       |
 """
@@ -37,11 +37,11 @@ from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
 
 from engine.adapters import packed
 from engine.errors import AdapterError, ServiceError
-from engine.serving.residency.states import AdapterState
+from engine.serving.residency.host_tier_index import AdapterState
 from engine.serving.residency.vllm_engine import VllmEngine
-from engine.serving.worker import host_tier, loader
+from engine.serving.worker import host_tier_bytes, loader
 from engine.serving.worker import slot_copy as fill
-from engine.serving.worker.host_tier import FORGOTTEN, READY, HostTier
+from engine.serving.worker.host_tier_bytes import FORGOTTEN, READY, HostTierBytes
 from engine.serving.worker.load_channel import LoadOutcome
 from engine.serving.worker.lora_cpu import GroupedPunica
 from engine.store.cache import Cache
@@ -76,7 +76,7 @@ def worker() -> loader.PackedWorkerManager:
     manager = loader.PackedWorkerManager.__new__(loader.PackedWorkerManager)
     layer = made.merged(64, [32, 32], config)
     manager._adapter_manager = made.manager(loader.SlotManager, {"model.gate_up_proj": layer}, config)
-    manager.host = HostTier(manager.slots.buffers)
+    manager.host = HostTierBytes(manager.slots.buffers)
     return manager
 
 
@@ -118,14 +118,14 @@ def addresses(root, count: int) -> dict[str, dict]:
     return found
 
 
-def told(host: HostTier, name: str, address: dict) -> "Future[LoadOutcome]":
+def told(host: HostTierBytes, name: str, address: dict) -> "Future[LoadOutcome]":
     """Ask for an adapter; the future holds what is told of it."""
     future: Future[LoadOutcome] = Future()
     host.prepare(name, address, future.set_result)
     return future
 
 
-def ready(host: HostTier, name: str, address: dict) -> None:
+def ready(host: HostTierBytes, name: str, address: dict) -> None:
     assert told(host, name, address).result(10) == READY
 
 
@@ -314,7 +314,7 @@ def test_who_asks_again_while_it_is_on_its_way_is_told_with_the_first(tmp_path):
 def test_a_segment_that_one_thread_lets_go_is_open_to_the_next(tmp_path):
     """Who takes it up while another drops it gets an open one, or opens it anew: never one that closes."""
     address = addresses(tmp_path, 1)["p@0"]
-    segments, end = host_tier.OpenSegments(), time.monotonic() + 3
+    segments, end = host_tier_bytes.OpenSegments(), time.monotonic() + 3
 
     def take_and_drop() -> None:
         while time.monotonic() < end:
@@ -345,7 +345,7 @@ async def test_a_fault_of_the_machine_is_not_the_adapters(tmp_path, monkeypatch,
         raise OSError(number, os.strerror(number), path)
 
     with monkeypatch.context() as broken:
-        broken.setattr(host_tier.os, "open", fails)
+        broken.setattr(host_tier_bytes.os, "open", fails)
         with pytest.raises(ServiceError, match=os.strerror(number)):
             await engine.prepare("p@0", given)
     await engine.prepare("p@0", given)
@@ -420,7 +420,7 @@ async def test_a_segment_that_goes_stale_while_it_is_read_is_looked_for_again(tm
     def stale(*given):
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr(host_tier.os, "preadv", stale)
+    monkeypatch.setattr(host_tier_bytes.os, "preadv", stale)
     assert told(host, "p@0", address).result(10)[0] == "missing"
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from engine.errors import AdapterError, Busy, Conflict, DamagedBytes, MissingBytes, NotFound, ServiceError
-from engine.serving.residency.load_queue import (
+from engine.serving.residency.loads import (
     AWAY_S,
     BACKGROUND,
     FIRST_S,
@@ -121,7 +121,7 @@ async def test_one_of_two_revisions_with_one_name_is_never_taken_for_the_other()
 def test_those_who_are_refused_come_back_one_after_another_and_keep_the_queue_full(monkeypatch):
     """4,000 at once for 1,000 places: all are loaded in the time that loads take, few refused twice."""
     now, took_s, at_once = 0.0, 0.02, 6
-    monkeypatch.setattr("engine.serving.residency.load_queue.time.monotonic", lambda: now)
+    monkeypatch.setattr("engine.serving.residency.loads.time.monotonic", lambda: now)
     queue = LoadQueue(1000, at_once)
     comes = [(0.0, i) for i in range(4000)]
     ends: list[tuple[float, int, Load]] = []

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from prometheus_client import generate_latest
 
 from engine.errors import DamagedBytes, GraftworkError, NotFound, ServiceError
-from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE
-from engine.serving.residency.states import TRANSITIONS, AdapterEvent, AdapterState, AdapterStates
+from engine.serving.residency.host_tier_index import TRANSITIONS, AdapterEvent, AdapterState, AdapterStates
+from engine.serving.residency.loads import BACKGROUND, INTERACTIVE
 from engine.serving.worker.load_channel import SlotReport
 from tests.helpers.adapters_cold import FakeCatalog, name_of, refusal, residency, revision
 
@@ -173,7 +173,7 @@ class World:
         elif kind == "report" and not engine.has_crashed:
             slots, lost = ([name_of(j) for j in some if name_of(j) in engine.held] for some in extra)
             tier.take_report([one for one in slots if one not in lost], lost, SlotReport((), (), 0, 0))
-        elif kind == "drop":
+        elif kind == "evict":
             for one in pick(i, tier.residents):
                 tier.evict(one)
         elif kind == "quarantine":
@@ -247,7 +247,7 @@ steps = st.one_of(
     st.tuples(st.just("prepared"), numbers, faults),
     st.tuples(st.just("report"), st.just(0), st.tuples(some, some)),
     st.tuples(
-        st.sampled_from(["prewarm", "leave", "release", "forgotten", "drop", "quarantine"]),
+        st.sampled_from(["prewarm", "leave", "release", "forgotten", "evict", "quarantine"]),
         numbers,
         st.none(),
     ),

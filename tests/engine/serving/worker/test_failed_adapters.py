@@ -18,7 +18,7 @@ from vllm.distributed import parallel_state
 from engine.adapters import packed
 from engine.serving.worker import loader
 from engine.serving.worker.failed_adapters import FAILED, mark_failed
-from engine.serving.worker.host_tier import HostTier
+from engine.serving.worker.host_tier_bytes import HostTierBytes
 from engine.store.segments import PAGE_ALIGNED_FROM, Store
 from tests.helpers import vllm_layers as made
 from tests.helpers.repository import ROOT
@@ -59,7 +59,7 @@ def serve(rank: int, root: Path) -> None:
     worker = loader.PackedWorkerManager.__new__(loader.PackedWorkerManager)
     config = made.lora_config(2, 64, torch.float32)
     worker._adapter_manager = made.manager(loader.SlotManager, {"model.gate_up_proj": merged(2)}, config)
-    worker.host = HostTier(worker.slots.buffers)
+    worker.host = HostTierBytes(worker.slots.buffers)
     for name, address in addresses(root / str(rank)).items():
         worker.host.adapters[name] = worker.host.open(name, address)
         if rank == 1 and name in ("p@lost", "p@gone"):

@@ -18,7 +18,7 @@ from engine.base.families import BaseShapes
 from engine.errors import AdapterError, MissingBytes
 from engine.serving.worker import loader
 from engine.serving.worker import slot_copy as fill_module
-from engine.serving.worker.host_tier import HostTier
+from engine.serving.worker.host_tier_bytes import HostTierBytes
 from engine.serving.worker.slot_copy import SlotCopyPlan
 from engine.serving.worker.slots import ExpertSlots, ModuleSlots, SlotBuffers, slots_of
 from engine.store.segments import PAGE_ALIGNED_FROM, Store
@@ -227,7 +227,7 @@ def open_tier(tmp_path: Path, rank: int = 64, slots: int = 2):
     manager = made.manager(
         loader.SlotManager, {"model.gate_up_proj": layer}, made.lora_config(slots, rank, torch.float32)
     )
-    tier = HostTier(manager.buffers)
+    tier = HostTierBytes(manager.buffers)
     tensors = {
         f"model.{part}_proj.lora_{side}": torch.randn(64, 4096) if side == "A" else torch.randn(2048, 64)
         for part in ("gate", "up")
@@ -360,7 +360,7 @@ def test_a_read_that_stops_short_goes_on(tmp_path, monkeypatch, rank):
 
 def test_only_the_first_rank_of_a_machine_reads_the_whole(tmp_path):
     manager, _, address, _ = open_tier(tmp_path)
-    first, second = HostTier(manager.buffers), HostTier(manager.buffers, verifies=False)
+    first, second = HostTierBytes(manager.buffers), HostTierBytes(manager.buffers, verifies=False)
     for tier in (first, second):
         tier.verify(tier.open("a", address), address)
     assert (first.verified_bytes, second.verified_bytes) == (address["length"], 0)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from engine.serving.residency.host_tier_cache import AGE_ASKS, AGE_S, MOST, HostTierCache, Popularity
+from engine.serving.residency.host_tier_index import AGE_ASKS, AGE_S, MOST, HostTierIndex, Popularity
 from tests.helpers.adapters_cold import FakeEngine, name_of, residency, revision, settle, use, using
 
 MIB = 1 << 20
@@ -127,7 +127,7 @@ def test_any_traffic_keeps_the_books():
     """Against the plain sums, over a long random run with pins."""
     random.seed(3)
     now = [0.0]
-    tier = HostTierCache(40, 12, clock=lambda: now[0])
+    tier = HostTierIndex(40, 12, clock=lambda: now[0])
     held: list[str] = []
     for _ in range(6000):
         now[0] += random.random()

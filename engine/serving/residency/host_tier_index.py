@@ -1,15 +1,22 @@
-"""The host tier's eviction policy: W-TinyLFU, that is LRU eviction with admission by popularity.
+"""Which adapters are on this machine: the state of each, and the gateway's half of the host tier.
 
-New adapters enter a window, a small share of the tier. An adapter that leaves the window is admitted to the
-main part only if it was requested more often than the one it would evict there (TinyLFU: Einziger, Friedman
-and Manes, 2017), so a scan of cold names passes through the window alone. Ties evict the least recently
-used. Adapters in use are never evicted.
+`HostTierIndex` has the names and sizes of the host tier's adapters and chooses which are evicted;
+`HostTierBytes` in the engine's worker (serving/worker/host_tier_bytes.py) has their bytes. Both do what
+residency.py tells them, and it tells each change as an event of `TRANSITIONS`. A request for an adapter that
+is in the host tier changes nothing, and is not told.
+
+Eviction is W-TinyLFU, that is LRU eviction with admission by popularity. New adapters enter a window, a
+small share of the tier. An adapter that leaves the window is admitted to the main part only if it was
+requested more often than the one it would evict there (TinyLFU: Einziger, Friedman and Manes, 2017), so a
+scan of cold names passes through the window alone. Ties evict the least recently used. Adapters in use are
+never evicted.
 """
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from enum import StrEnum
 
 from engine.catalog.catalog import Revision
 from engine.errors import Conflict, ServiceError
@@ -26,6 +33,108 @@ AGE_ASKS = 40_000
 AGE_S = 1800.0
 # Half-life of a use in `hits`, in seconds.
 HALF_LIFE_S = 1800.0
+
+
+class AdapterState(StrEnum):
+    """Where an adapter is."""
+
+    STORED = "stored"
+    # Its load waits in the queue; its load runs.
+    QUEUED = "queued"
+    LOADING = "loading"
+    # Ready for requests: in the host tier; in the host tier and a slot of the engine.
+    HOST = "host"
+    SLOT = "slot"
+    # In the host tier, but its bytes are gone: its requests fail, and it is removed after the last one.
+    LOST = "lost"
+    # The engine is about to forget it; the same, and it was requested again meanwhile.
+    LEAVING = "leaving"
+    RETURNING = "returning"
+
+
+class AdapterEvent(StrEnum):
+    """What happens to an adapter."""
+
+    # A request or prewarm asks for it; its load starts; the last waiter of its load has left.
+    ASK = "ask"
+    START = "start"
+    CANCEL = "cancel"
+    # How a load ends.
+    READY = "ready"
+    REFUSE = "refuse"
+    # Reported by the engine's worker: it is in a slot; in none; its bytes are gone (or in quarantine).
+    FILL = "fill"
+    CLEAR = "clear"
+    LOSE = "lose"
+    # It has no users and makes room, or its row is gone; the last request on lost bytes has ended; the
+    # engine has forgotten it.
+    EVICT = "evict"
+    RELEASE = "release"
+    FORGET = "forget"
+
+
+S, E = AdapterState, AdapterEvent
+# An event that is missing for a state cannot happen there. A worker's reports are asynchronous, so they may
+# concern adapters that are leaving.
+TRANSITIONS: dict[AdapterState, dict[AdapterEvent, AdapterState]] = {
+    S.STORED: {E.ASK: S.QUEUED},
+    S.QUEUED: {E.ASK: S.QUEUED, E.START: S.LOADING, E.CANCEL: S.STORED},
+    S.LOADING: {E.ASK: S.LOADING, E.READY: S.HOST, E.REFUSE: S.LEAVING, E.CANCEL: S.LEAVING},
+    S.HOST: {E.ASK: S.HOST, E.FILL: S.SLOT, E.LOSE: S.LOST, E.EVICT: S.LEAVING},
+    S.SLOT: {E.ASK: S.SLOT, E.FILL: S.SLOT, E.CLEAR: S.HOST, E.LOSE: S.LOST, E.EVICT: S.LEAVING},
+    S.LOST: {E.FILL: S.LOST, E.LOSE: S.LOST, E.RELEASE: S.LEAVING},
+    S.LEAVING: {
+        E.ASK: S.RETURNING, E.FILL: S.LEAVING, E.LOSE: S.LEAVING, E.FORGET: S.STORED,
+    },
+    S.RETURNING: {
+        E.ASK: S.RETURNING, E.FILL: S.RETURNING, E.LOSE: S.RETURNING, E.CANCEL: S.LEAVING,
+        E.FORGET: S.QUEUED,
+    },
+}  # fmt: skip
+
+
+class AdapterStates:
+    """The state of each adapter by served name, and a count of each transition to another state.
+
+    `stored` is the default, so only adapters in another state have an entry.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, AdapterState] = {}
+        # Served names in a slot; a report that lacks one of them clears it.
+        self.in_slots: set[str] = set()
+        self.transitions: Counter[tuple[AdapterState, AdapterEvent, AdapterState]] = Counter()
+
+    def state(self, name: str) -> AdapterState:
+        """Return an adapter's state."""
+        return self._states.get(name, AdapterState.STORED)
+
+    def counts(self) -> dict[AdapterState, int]:
+        """Return how many adapters are in each state but `stored`."""
+        return dict(Counter(self._states.values()))
+
+    def move(self, name: str, event: AdapterEvent) -> AdapterState:
+        """Apply an event and return the new state. Raises `RuntimeError` where the event cannot happen."""
+        before = self._states.get(name, AdapterState.STORED)
+        after = TRANSITIONS[before].get(event)
+        if after is None:
+            raise RuntimeError(
+                f"{name} is {before}, where '{event}' cannot happen. This is a bug in Graftwork; report it."
+            )
+        if after is not before:
+            self._enter(name, before, after)
+            self.transitions[before, event, after] += 1
+        return after
+
+    def _enter(self, name: str, before: AdapterState, after: AdapterState) -> None:
+        if after is AdapterState.STORED:
+            del self._states[name]
+        else:
+            self._states[name] = after
+        if after is AdapterState.SLOT:
+            self.in_slots.add(name)
+        elif before is AdapterState.SLOT:
+            self.in_slots.discard(name)
 
 
 class Popularity:
@@ -84,8 +193,8 @@ class Resident:
         return self.revision.length
 
 
-class HostTierCache:
-    """The adapters in the host tier, bounded by bytes and by count."""
+class HostTierIndex:
+    """The adapters in the host tier by served name, bounded by bytes and by count; it holds no bytes."""
 
     def __init__(
         self,
@@ -154,10 +263,22 @@ class HostTierCache:
             (self._idle_warm if resident.is_warm else self._idle_new)[name] = resident
         return resident.is_lost or self._is_over() or self._window_is_over()
 
-    def evict(self, name: str) -> Resident | None:
-        """Remove and return an adapter that is not in use, whatever its popularity; None if it is."""
-        resident = self.residents.get(name)
-        return self._remove(name) if resident is not None and resident.users == 0 else None
+    def lose(self, name: str) -> None:
+        """Note that an adapter's bytes are lost, so that nobody else is to hold it."""
+        self.residents[name].is_lost = True
+
+    def evict(self, name: str) -> Resident:
+        """Remove and return an adapter that is not in use, whatever its popularity."""
+        resident = self.residents.pop(name)
+        assert resident.users == 0
+        self.bytes -= resident.bytes
+        if resident.is_warm:
+            del self._idle_warm[name]
+        else:
+            del self._idle_new[name]
+            self._window_bytes -= resident.bytes
+            self._window_adapters -= 1
+        return resident
 
     def make_room(self, pinned: Callable[[], Collection[str]]) -> list[tuple[str, Resident]]:
         """Evict adapters until the tier is within its limits; return them. Pinned and used ones stay."""
@@ -171,7 +292,7 @@ class HostTierCache:
             name = self._next_out(stay)
             if name is None:
                 break
-            gone.append((name, self._remove(name)))
+            gone.append((name, self.evict(name)))
         return gone
 
     def _is_over(self, share: float = 1.0) -> bool:
@@ -203,17 +324,6 @@ class HostTierCache:
         self._window_bytes -= resident.bytes
         self._window_adapters -= 1
         self._idle_warm[name] = resident
-
-    def _remove(self, name: str) -> Resident:
-        resident = self.residents.pop(name)
-        self.bytes -= resident.bytes
-        if resident.is_warm:
-            del self._idle_warm[name]
-        else:
-            del self._idle_new[name]
-            self._window_bytes -= resident.bytes
-            self._window_adapters -= 1
-        return resident
 
 
 def refuse_twin(held: Revision, asked: Revision) -> None:

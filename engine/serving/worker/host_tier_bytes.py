@@ -1,4 +1,7 @@
-"""The host tier: adapters by served name, verified and laid out for this engine's slots.
+"""The worker's half of the host tier: bytes of adapters, verified and laid out for this engine's slots.
+
+Names, sizes and the choice of who is evicted are the gateway's: `HostTierIndex`, in
+serving/residency/host_tier_index.py. It has each adapter prepared here and, once it has left, forgotten.
 
 The bytes live in the page cache, one copy for all workers of a machine. Large adapters are mapped; small
 ones, many in a file, are read from the open file. Both survive an unlink of the file (except on NFS), but not
@@ -217,8 +220,11 @@ class PackedAdapter:
         return self.bytes.file if self.plan.can_read else None
 
 
-class HostTier:
-    """Verified adapters by served name; threads fill it, the step reads it."""
+class HostTierBytes:
+    """Verified adapters by served name; threads make them ready, the step reads them.
+
+    The gateway's `HostTierIndex` has a name only while the bytes are here, or are lost and not yet forgotten.
+    """
 
     def __init__(self, modules: Mapping[str, Module], verifies: bool = True) -> None:
         """Create an empty tier; `verifies` is set on one rank of a machine, the others skip checksums."""
@@ -246,7 +252,7 @@ class HostTier:
             tell(READY)
 
     def forget(self, name: str) -> None:
-        """Drop an adapter, also one that is being prepared."""
+        """Forget an adapter, also one that is being prepared."""
         with self._lock:
             self.adapters.pop(name, None)
             waiting = self.loading.pop(name, [])
