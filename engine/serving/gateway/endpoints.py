@@ -35,6 +35,7 @@ from engine.serving.gateway.leaving import end_requests_first
 from engine.serving.gateway.membership import Membership
 from engine.serving.gateway.meter import TEMPLATE_TOKENS, Meter
 from engine.serving.gateway.prewarming import Prewarmer, served_names
+from engine.serving.gateway.promised_waits import PromisedWaits
 from engine.serving.gateway.rollouts import gate_of_platform, rollouts
 from engine.serving.gateway.routing import Router
 from engine.serving.gateway.samples import samples
@@ -130,6 +131,7 @@ class GraftworkEndpoints:
             on_load=lambda **fields: spool.emit("loads", **fields),
             pinned=lambda: served_names(router.last_released),
             metrics=LoadMetrics(REGISTRY),
+            retry_after=PromisedWaits(),
         )
         engine.watch(tier.take_report)
         WorkMetrics(REGISTRY)

@@ -44,10 +44,18 @@ RECENT = 64
 FIRST_S = 0.02
 # Upper bound of `Retry-After`, in seconds.
 AWAY_S = 60.0
+# Returns after how many seconds a refused client should retry: of its load's priority, and how often a place
+# for one becomes free (seconds).
+RetryAfter = Callable[[str, float], float]
 # Cached layouts: one for each shape of adapter, a few kilobytes of text.
 LAYOUTS = 64
 # Threads that read the catalog and fetch bytes: fewer than the catalog has connections.
 THREADS = 8
+
+
+def next_place(priority: str, free_each_s: float) -> float:
+    """Return when the next place is free; whoever else was refused may be there first."""
+    return min(max(1.0, free_each_s), AWAY_S)
 
 
 def at_once(revision: Revision) -> int:
@@ -79,14 +87,12 @@ class Load:
 class LoadQueue:
     """Waiting and running loads. Interactive loads start first; `SHARE` keeps background loads going."""
 
-    def __init__(self, places: int, concurrency: int | None = None):
-        self.places, self._concurrency = places, concurrency
+    def __init__(self, places: int, concurrency: int | None = None, retry_after: RetryAfter = next_place):
+        self.places, self._concurrency, self._retry_after = places, concurrency, retry_after
         self.waiting: dict[str, OrderedDict[str, Load]] = {priority: OrderedDict() for priority in PRIORITIES}
         # Not yet in line: the engine must forget their adapters first.
         self.returning: dict[str, Load] = {}
         self.running: dict[str, Load] = {}
-        # When the last refused client will find a place, if all of them come back.
-        self._promised = dict.fromkeys(PRIORITIES, 0.0)
         self._took_s = deque([FIRST_S] * RECENT, RECENT)
         self._in_a_row = 0
 
@@ -137,7 +143,7 @@ class LoadQueue:
         if taken >= places or len(self) >= self.places:
             raise Busy(
                 f"The queue of cold loads is full. Request {load.name} again later.",
-                self._away_s(load.priority),
+                self._retry_after(load.priority, self.usual_s / self._share(load.priority)),
             )
         (self.returning if is_returning else self.waiting[load.priority])[load.name] = load
 
@@ -145,19 +151,6 @@ class LoadQueue:
         """Put a load that was returning into the line."""
         load = self.returning.pop(name)
         self.waiting[load.priority][name] = load
-
-    def _away_s(self, priority: str) -> float:
-        """Return after how many seconds a refused client should retry: behind those refused before it.
-
-        The staggered times keep the queue full. With one time for all, they would return together, most of
-        them in vain, and leave the queue empty until then.
-        """
-        now = time.monotonic()
-        free_each_s = self.usual_s / self._share(priority)
-        until = min(max(self._promised[priority], now) + free_each_s, now + AWAY_S)
-        self._promised[priority] = until
-        # The difference of two clock times may be a rounding error over the limit.
-        return min(max(1.0, until - now), AWAY_S)
 
     def raise_priority(self, load: Load) -> None:
         """Make a background load interactive, because a user now waits for it."""
@@ -254,7 +247,7 @@ class AdapterFetch:
 
     def __init__(self, engine: Engine, catalog: Catalog, store: Store):
         self._engine, self._catalog, self._store = engine, catalog, store
-        self._is_local = catalog.is_file and not store.is_remote
+        self._is_file = catalog.is_file
         self._threads = ThreadPoolExecutor(THREADS, "graftwork-fetch", limit_waits, (ANSWER_S,))
         self._layout = lru_cache(LAYOUTS)(catalog.layouts.get)
 
@@ -282,7 +275,7 @@ class AdapterFetch:
 
     async def refuse_quarantined(self, row: Revision) -> None:
         """Raise `AdapterError` with the reason when a revision is in quarantine."""
-        if self._catalog.is_file:
+        if self._is_file:
             return self._refuse_quarantined(row)
         return await self.in_thread(self._refuse_quarantined, row)
 
@@ -296,7 +289,9 @@ class AdapterFetch:
 
     async def _fetched(self, row: Revision) -> dict[str, Any]:
         # A thread costs as much as the rest of a small load, so a local catalog and store do without.
-        return self._fetch(row) if self._is_local else await self.in_thread(self._fetch, row)
+        if self._store.is_remote or not self._is_file:
+            return await self.in_thread(self._fetch, row)
+        return self._fetch(row)
 
     def _fetch(self, row: Revision) -> dict[str, Any]:
         """Return the bytes' local address, after downloading them if the store is remote."""

@@ -27,7 +27,16 @@ from engine.serving.residency.host_tier_index import (
     refuse_twin,
 )
 from engine.serving.residency.load_metrics import LoadMetrics
-from engine.serving.residency.loads import BACKGROUND, INTERACTIVE, AdapterFetch, Engine, Load, LoadQueue
+from engine.serving.residency.loads import (
+    BACKGROUND,
+    INTERACTIVE,
+    AdapterFetch,
+    Engine,
+    Load,
+    LoadQueue,
+    RetryAfter,
+    next_place,
+)
 from engine.serving.worker.load_channel import SlotReport
 from engine.settings.params import served_name
 from engine.settings.services import EngineConfig
@@ -99,8 +108,9 @@ class Residency:
         on_load: Callable[..., object] = lambda **fields: None,
         pinned: Callable[[], Collection[str]] = frozenset,
         metrics: LoadMetrics | None = None,
+        retry_after: RetryAfter = next_place,
     ):
-        self.queue = LoadQueue(config.load_queue, config.load_concurrency)
+        self.queue = LoadQueue(config.load_queue, config.load_concurrency, retry_after)
         self.states = AdapterStates()
         self.evictions = 0
         # What the newest loads that failed said, by served name.

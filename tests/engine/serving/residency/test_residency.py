@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from engine.errors import AdapterError, Busy, Conflict, DamagedBytes, MissingBytes, NotFound, ServiceError
+from engine.serving.gateway.promised_waits import PromisedWaits
 from engine.serving.residency.loads import (
     AWAY_S,
     BACKGROUND,
@@ -122,7 +123,7 @@ def test_those_who_are_refused_come_back_one_after_another_and_keep_the_queue_fu
     """4,000 at once for 1,000 places: all are loaded in the time that loads take, few refused twice."""
     now, took_s, at_once = 0.0, 0.02, 6
     monkeypatch.setattr("engine.serving.residency.loads.time.monotonic", lambda: now)
-    queue = LoadQueue(1000, at_once)
+    queue = LoadQueue(1000, at_once, PromisedWaits())
     comes = [(0.0, i) for i in range(4000)]
     ends: list[tuple[float, int, Load]] = []
     asked = 0
@@ -145,7 +146,7 @@ def test_those_who_are_refused_come_back_one_after_another_and_keep_the_queue_fu
 
 
 def test_refusals_of_the_background_keep_no_person_away():
-    queue = LoadQueue(10, 1)
+    queue = LoadQueue(10, 1, PromisedWaits())
     for i in range(10):
         queue.add(Load(name_of(i), revision(i), INTERACTIVE))
     away = {BACKGROUND: 0.0, INTERACTIVE: 0.0}
@@ -157,6 +158,15 @@ def test_refusals_of_the_background_keep_no_person_away():
     assert away[INTERACTIVE] == 1
     # However many came before.
     assert 1 < away[BACKGROUND] <= AWAY_S
+
+
+def test_without_promises_whoever_is_refused_comes_back_when_the_next_place_is_free():
+    queue = LoadQueue(1, 1)
+    queue.add(Load(name_of(0), revision(0), INTERACTIVE))
+    for i in range(1, 100):
+        with pytest.raises(Busy) as refused:
+            queue.add(Load(name_of(i), revision(i), INTERACTIVE))
+        assert refused.value.retry_after_s == 1
 
 
 async def test_people_come_before_the_background_which_goes_on_all_the_same():
