@@ -248,7 +248,7 @@ async def residency(request: Request) -> dict[str, Any]:
         },
         "queue": here.queue.told(),
         "adapters": adapters,
-        "loading": here.loading,
+        "loading": len(here.queue),
         "evictions": here.evictions,
         "states": here.states.counts(),
         "transitions": [

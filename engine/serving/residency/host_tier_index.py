@@ -45,7 +45,7 @@ class AdapterState(StrEnum):
     # Ready for requests: in the host tier; in the host tier and a slot of the engine.
     HOST = "host"
     SLOT = "slot"
-    # In the host tier, but its bytes are gone: its requests fail, and it is removed after the last one.
+    # In the host tier, but its bytes are gone: its requests fail, and it leaves after the last one.
     LOST = "lost"
     # The engine is about to forget it; the same, and it was requested again meanwhile.
     LEAVING = "leaving"
@@ -227,7 +227,7 @@ class HostTierIndex:
     def ask(self, revision: Revision) -> str | None:
         """Hold a revision for a request and return its served name; None when it is not in the tier.
 
-        Raises `ServiceError` while it is being removed because its bytes were lost, and `Conflict` when
+        Raises `ServiceError` while it leaves because its bytes were lost, and `Conflict` when
         another revision has the same served name.
         """
         name = served_name(revision.policy, revision.digest)
@@ -268,7 +268,7 @@ class HostTierIndex:
         self.residents[name].is_lost = True
 
     def evict(self, name: str) -> Resident:
-        """Remove and return an adapter that is not in use, whatever its popularity."""
+        """Evict and return an adapter that is not in use, whatever its popularity."""
         resident = self.residents.pop(name)
         assert resident.users == 0
         self.bytes -= resident.bytes

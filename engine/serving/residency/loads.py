@@ -239,7 +239,7 @@ class Engine(Protocol):
         """Return once the engine takes requests for this name. Raises `AdapterError` if it refuses it."""
 
     async def forget(self, name: str) -> None:
-        """Remove every trace of a name once the engine's last request for it has ended."""
+        """Forget a name, with every trace, once the engine's last request for it has ended."""
 
 
 class AdapterFetch:

@@ -131,11 +131,6 @@ class Residency:
         """The adapters in the host tier by served name."""
         return self.tier.residents
 
-    @property
-    def loading(self) -> int:
-        """The number of cold loads that wait or run."""
-        return len(self.queue)
-
     def is_loading(self, name: str) -> bool:
         """Return whether a load of this adapter waits or runs."""
         return self.queue.find(name) is not None
@@ -159,13 +154,13 @@ class Residency:
             self.make_room(name)
 
     def make_room(self, name: str) -> None:
-        """Remove what is to leave after the release of this adapter."""
+        """Evict what is to leave after the release of this adapter."""
         if self.tier.residents[name].is_lost:
             self.evict(name, AdapterEvent.RELEASE)
         self._evict_idle()
 
     def lose(self, name: str) -> None:
-        """Remove an adapter whose bytes are lost or in quarantine; the next request reloads it."""
+        """Evict an adapter whose bytes are lost or in quarantine, once unused; the next request reloads it."""
         if self.states.move(name, AdapterEvent.LOSE) is AdapterState.LOST:
             self.tier.lose(name)
             self.evict(name, AdapterEvent.RELEASE)
@@ -181,7 +176,7 @@ class Residency:
             self.states.move(name, AdapterEvent.FILL)
 
     def evict(self, name: str, event: AdapterEvent = AdapterEvent.EVICT) -> bool:
-        """Remove an adapter that no request uses, one that is gone from the catalog; else return False."""
+        """Evict an adapter that no request uses, one that is gone from the catalog; else return False."""
         resident = self.residents.get(name)
         if resident is None or resident.users:
             return False

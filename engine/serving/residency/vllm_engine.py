@@ -111,7 +111,7 @@ class VllmEngine:
         )
 
     async def forget(self, name: str) -> None:
-        """Remove every trace of a name from workers and server, which would otherwise keep it for ever.
+        """Forget a name in workers and server, which would otherwise keep it for ever.
 
         Waits until the engine has no request for it: a step without the adapter would compute with the base
         and leave the base's keys and values in the prefix cache under this name. Raises `ServiceError` when
@@ -162,7 +162,7 @@ class VllmEngine:
         return [name for name in names if name not in used]
 
     def _forget_here(self, name: str) -> int | None:
-        """Remove a name from the server's tables; return the workers' id of it, or None."""
+        """Forget a name in the server's tables; return the workers' id of it, or None."""
         request = self._models.lora_requests.pop(name, None)
         if request is None:
             return None

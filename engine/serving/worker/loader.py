@@ -184,7 +184,7 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
         return self.slots.add_adapter(RegisteredAdapter(lora_request.lora_int_id, adapter))
 
     def forget(self, name: str, lora_id: int | None) -> bool:
-        """Remove every trace of an adapter that no request uses; return whether its bytes were lost."""
+        """Forget an adapter that no request uses; return whether its bytes were lost."""
         self.host.forget(name)
         if lora_id is None:
             return False

@@ -292,7 +292,7 @@ async def test_a_client_that_leaves_ends_its_load(world):
     async def send(message): ...
 
     await asyncio.wait_for(world.call(scope, receive, send), 5)
-    assert world.state.residency.loading == 0
+    assert len(world.state.residency.queue) == 0
     assert world.server.seen == []
     assert world.events.rows[-1][1]["status"] == 499
 

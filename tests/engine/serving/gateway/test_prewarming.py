@@ -50,7 +50,7 @@ async def test_a_release_brings_its_canary_and_champion(tmp_path):
     tier = residency(engine)
     prewarmer = Prewarmer(tier, router, tmp_path / "warm.json")
     await prewarmer.look()
-    assert tier.loading == 0
+    assert len(tier.queue) == 0
     router.released = frozenset(("sums", revision(i).digest) for i in (1, 2))
     assert served_names(router.last_released) == {name_of(1), name_of(2)}
     await prewarmer.look()
@@ -69,7 +69,7 @@ async def test_few_wait_at_once_so_that_none_waits_too_long(tmp_path, monkeypatc
     async with asyncio.timeout(60):
         while len(tier.residents) < 12:
             await prewarmer.look()
-            waiting.append(tier.loading)
+            waiting.append(len(tier.queue))
             await asyncio.sleep(0.001)
     assert max(waiting) == 2
 

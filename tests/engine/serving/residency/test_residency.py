@@ -54,7 +54,7 @@ async def test_loads_are_bounded_and_a_full_queue_says_when_to_come_again():
     assert len(refused) == 3
     assert all(1 <= busy.retry_after_s < 10 and "again later" in str(busy) for busy in refused)
     assert engine.peak <= 2
-    assert tier.loading == 0
+    assert len(tier.queue) == 0
 
 
 @pytest.mark.parametrize(("size", "at_once"), [(1000, 6), (1 << 20, 16)])
@@ -75,7 +75,7 @@ async def test_small_and_large_adapters_share_the_places():
     for user in users:
         user.cancel()
     await asyncio.gather(*users, return_exceptions=True)
-    assert tier.loading == 0
+    assert len(tier.queue) == 0
 
 
 @pytest.mark.parametrize(("concurrency", "alone", "beside"), [(6, 7.0, 9.0), (1, 13.0, 25.0)])
@@ -239,7 +239,7 @@ async def test_a_load_ends_with_its_last_waiter():
         task.cancel()
     await asyncio.gather(*waiters, queued, return_exceptions=True)
     await settle(lambda: engine.forgotten)
-    assert (engine.running, tier.loading, tier.residents) == (0, 0, {})
+    assert (engine.running, len(tier.queue), tier.residents) == (0, 0, {})
     # The one that was still in the queue has never reached the engine.
     assert engine.prepared == engine.forgotten == [name_of(1)]
     assert [event["error"] for event in events] == ["Every client that waited for it has left."] * 2
@@ -286,7 +286,7 @@ async def test_nothing_waits_without_a_limit():
     results = await asyncio.gather(*(use(tier, revision(i)) for i in range(3)), return_exceptions=True)
     assert all(isinstance(result, ServiceError) for result in results)
     assert all("within 0.05 s" in str(result) for result in results)
-    assert tier.loading == 0
+    assert len(tier.queue) == 0
 
 
 async def test_an_engine_that_fails_is_said_to_whoever_waits():
@@ -362,7 +362,7 @@ async def test_a_full_disk_under_the_log_holds_nobody_up():
     config = EngineConfig(load_concurrency=1, host_adapters=2)
     tier = Residency(engine, FakeCatalog(), FakeStore(), config, full)
     await asyncio.gather(*(use(tier, revision(i)) for i in range(6)))
-    assert tier.loading == 0
+    assert len(tier.queue) == 0
     await settle(lambda: engine.held == set(tier.residents) and len(engine.held) <= 2)
     assert tier.metrics.registry.get_sample_value("graftwork_loads_untold_total") >= 6
 
@@ -376,7 +376,7 @@ async def test_evictions_wait_while_nobody_knows_who_must_stay():
     faults, engine = [True], FakeEngine(0)
     tier = residency(engine, pinned=unreadable, load_concurrency=1, host_adapters=2)
     await asyncio.gather(*(use(tier, revision(i)) for i in range(6)))
-    assert (tier.loading, len(tier.residents)) == (0, 6)
+    assert (len(tier.queue), len(tier.residents)) == (0, 6)
     faults.clear()
     await use(tier, revision(6))
     await settle(lambda: engine.held == set(tier.residents) and len(engine.held) <= 2)
