@@ -160,7 +160,7 @@ class Residency:
         self._evict_idle()
 
     def lose(self, name: str) -> None:
-        """Evict an adapter whose bytes are lost or in quarantine, once unused; the next request reloads it."""
+        """Note that bytes are lost or in quarantine: the adapter leaves after its last request."""
         if self.states.move(name, AdapterEvent.LOSE) is AdapterState.LOST:
             self.tier.lose(name)
             self.evict(name, AdapterEvent.RELEASE)
