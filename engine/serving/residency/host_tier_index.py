@@ -194,7 +194,10 @@ class Resident:
 
 
 class HostTierIndex:
-    """The adapters in the host tier by served name, bounded by bytes and by count; it holds no bytes."""
+    """The adapters in the host tier by served name, bounded by bytes and by count.
+
+    Their bytes are in each worker's `HostTierBytes`, from before they are ready until they are forgotten.
+    """
 
     def __init__(
         self,

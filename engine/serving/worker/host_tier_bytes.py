@@ -223,7 +223,7 @@ class PackedAdapter:
 class HostTierBytes:
     """Verified adapters by served name; threads make them ready, the step reads them.
 
-    The gateway's `HostTierIndex` has a name only while the bytes are here, or are lost and not yet forgotten.
+    The gateway's `HostTierIndex` has a name only while its bytes are here, or are lost and not yet forgotten.
     """
 
     def __init__(self, modules: Mapping[str, Module], verifies: bool = True) -> None:
