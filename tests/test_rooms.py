@@ -96,14 +96,6 @@ def test_the_optional_parts_and_their_entries_exist(graph: ImportGraph) -> None:
     assert {name for name in named if not any(is_in(module, {name}) for module in graph.modules)} == set()
 
 
-def test_the_old_place_of_bulk_registration_still_serves() -> None:
-    import engine.adapters.bulk
-    import engine.publishing.bulk
-
-    assert engine.adapters.bulk.register_many is engine.publishing.bulk.register_many
-    assert engine.adapters.bulk.Entry is engine.publishing.bulk.Entry
-
-
 def test_no_module_imports_what_imports_it(graph: ImportGraph) -> None:
     assert cycle_in({(one.source, one.target) for one in graph.imports}) == []
 

@@ -33,8 +33,6 @@ OPTIONAL = {
     "engine.serving.gateway.promised_waits": {"engine.serving.gateway.endpoints"},
     "engine.training.several_engines": {"engine.training.run"},
 }
-# Old places of documented imports, which hand on what now lives in a later room: no part of the house.
-OLD_PLACES = ("engine/adapters/bulk.py",)
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,6 @@ class ImportGraph:
     def __post_init__(self) -> None:
         for package in PACKAGES:
             for path in sorted((self.root / package).rglob("*.py")):
-                if str(path.relative_to(self.root)) in OLD_PLACES:
-                    continue
                 parts = path.relative_to(self.root).with_suffix("").parts
                 self.modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
         for name, path in self.modules.items():

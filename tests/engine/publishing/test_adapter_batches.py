@@ -1,7 +1,5 @@
 """A batch of adapters has the digests, layout and bytes of each one alone; what is unfit alone is refused."""
 
-import hashlib
-
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +9,7 @@ from engine.adapters import packed, revision
 from engine.adapters.revision import validate
 from engine.base.families import BaseShapes
 from engine.errors import AdapterError
-from engine.publishing.bulk.batches import Tables, batch_of, finite_rows, first_fault, form_of, stack
+from engine.publishing.adapter_batches import flatten, form_of
 from tests.helpers import made_adapters
 
 BASE = "ba" * 32
@@ -29,31 +27,8 @@ def alone(tensors: dict, base: BaseShapes, dtype: torch.dtype) -> tuple[str, pac
     return revision.digest(tensors, rank, targets, BASE), packed.pack(tensors, dtype, base.fused)
 
 
-def rows_of(adapters: list[dict]) -> list[tuple[torch.Tensor, ...]]:
-    return [tuple(one[key] for key in sorted(one)) for one in adapters]
-
-
-def stained_tables(*sizes: int) -> Tables:
-    """Return tables of so many bytes in which an earlier batch left some."""
-    tables = Tables()
-    for nbytes in sizes:
-        tables.give(torch.full((nbytes,), 0xAA, dtype=torch.uint8))
-    return tables
-
-
-def test_a_table_is_used_again_for_one_of_its_size():
-    large, tables = torch.zeros(1000, dtype=torch.uint8), Tables()
-    tables.give(large)
-    assert tables.take(1, 100, torch.uint8).data_ptr() != large.data_ptr()
-    tables = stained_tables(1000)
-    table = tables.take(3, 125, torch.bfloat16)
-    assert (table.view(torch.uint8) == 0xAA).all()
-    tables.give(table)
-    # Its memory is as large as it was.
-    assert (tables.take(1, 1000, torch.uint8) == 0xAA).all()
-    with torch.inference_mode():
-        fresh = tables.take(2, 8, torch.float32)
-    fresh.zero_()
+def rows_of(adapters: list[dict]) -> torch.Tensor:
+    return torch.stack([flatten([one[key] for key in sorted(one)]) for one in adapters])
 
 
 @pytest.mark.long
@@ -61,10 +36,9 @@ def test_a_table_is_used_again_for_one_of_its_size():
     model_type=st.sampled_from(sorted(made_adapters.CONFIGS)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     count=st.integers(1, 5),
-    compiled=st.booleans(),
     data=st.data(),
 )
-def test_digests_and_bytes_are_those_of_one_at_a_time(model_type, dtype, count, compiled, data):
+def test_digests_and_bytes_are_those_of_one_at_a_time(model_type, dtype, count, data):
     base = made_adapters.shapes(model_type)
     modules = data.draw(st.sets(st.sampled_from(sorted(base.modules())), min_size=1))
     ranks = {module: data.draw(st.sampled_from([1, 2, 5])) for module in sorted(modules)}
@@ -77,18 +51,13 @@ def test_digests_and_bytes_are_those_of_one_at_a_time(model_type, dtype, count, 
 
     adapters = [made(seed) for seed in range(count)]
     form = form_of(adapters[0], base, base.modules(), BASE, dtype)
-    tables = stained_tables(count * form.nbytes, count * form.layout.nbytes)
-    values_ND = tables.take(count, form.nbytes // dtype.itemsize, dtype)
-    stack(form, rows_of(adapters), values_ND)
-    batch = batch_of(form, values_ND, tables, compiled)
-    for one, digest, checksum, payload in zip(
-        adapters, batch.digests, batch.checksums, batch.payloads(), strict=True
-    ):
+    values_ND = rows_of(adapters)
+    made_ones = zip(adapters, form.digests(values_ND), form.pack(values_ND), strict=True)
+    for one, digest, payload in made_ones:
         want_digest, want = alone(one, base, dtype)
         assert digest == want_digest
         assert form.layout == want.layout
         assert bytes(payload) == bytes(want.tobytes())
-        assert checksum == hashlib.sha256(want.tobytes()).hexdigest()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -98,12 +67,9 @@ def test_the_first_tensor_with_no_number_is_named(bad: float, dtype: torch.dtype
     key = sorted(spoiled)[3]
     spoiled[key][-1, -1] = bad
     form = form_of(good, DENSE, DENSE.modules(), BASE, dtype)
-    values_ND = torch.empty(2, form.nbytes // dtype.itemsize, dtype=dtype)
-    stack(form, rows_of([good, spoiled]), values_ND)
-    assert finite_rows(values_ND).tolist() == [True, False]
     with pytest.raises(AdapterError) as alone:
         validate(spoiled, None, DENSE.modules())
-    assert first_fault(form, values_ND[1]) == str(alone.value)
+    assert form.first_fault(rows_of([spoiled])[0]) == str(alone.value)
 
 
 def test_what_does_not_fit_is_refused_as_alone():

@@ -2,10 +2,8 @@
 
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from engine.catalog.catalog import Catalog, Policy
 from engine.catalog.revision_rows import location
 from engine.errors import Moved, ServiceError
 from engine.publishing import bulk
-from engine.publishing.bulk import Entry, Registered, groups, register_many, writer
+from engine.publishing.bulk import Entry, Registered, register_many
 from engine.publishing.publish import stored_tensors
 from engine.store.segments import Store
 from tests.helpers import made_adapters
@@ -159,119 +157,6 @@ def test_known_bytes_are_not_appended_again(catalog: Catalog, store: Store):
     assert stored_bytes(store) - took <= took / 4 + 64
 
 
-@pytest.mark.parametrize("together", [1, 2, 8])
-def test_batches_that_follow_each_other_share_bytes(
-    catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch, together: int
-):
-    """The rows of one are on their way while the next is looked up, or are committed with its own."""
-    monkeypatch.setattr(groups, "BATCH", 4)
-    monkeypatch.setattr(bulk, "TOGETHER", together)
-    add, places = catalog.batches.add, catalog.places.find
-    looked_up = threading.Semaphore(0)
-
-    def looks(digests):
-        found = places(digests)
-        looked_up.release()
-        return found
-
-    def late(rows, shared=()):
-        # The next batch has been looked up before these rows are there; no other comes after the last.
-        if not shared:
-            assert looked_up.acquire(timeout=10)
-            assert looked_up.acquire(timeout=10)
-        return add(rows, shared)
-
-    monkeypatch.setattr(catalog.places, "find", looks)
-    monkeypatch.setattr(catalog.batches, "add", late)
-    entries = [Entry(policy, adapter(seed)) for policy in ("one", "two") for seed in range(4)]
-    found = register(catalog, store, [*entries, *entries[:4]])
-    assert [one.new for one in found] == [True] * 8 + [False] * 4
-    assert stored_bytes(store) <= 4 * packed.pack(adapter(0), torch.float32, DENSE.fused).layout.nbytes
-
-
-@pytest.mark.parametrize("moves", [0, 3])
-def test_each_transaction_takes_neighbouring_digests(
-    catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch, moves: int
-):
-    """What is committed together is cut by digest; bytes that move meanwhile are appended once more."""
-    monkeypatch.setattr(groups, "BATCH", 4)
-    monkeypatch.setattr(bulk, "TOGETHER", 8)
-    monkeypatch.setattr(writer, "ROWS", 9)
-    add, parts, failures = catalog.batches.add, [], iter(range(moves))
-
-    def counted(batch, shared=()):
-        if parts and next(failures, None) is not None:
-            raise Moved("The bytes were moved.")
-        parts.append(sorted(batch.digests))
-        return add(batch, shared)
-
-    monkeypatch.setattr(catalog.batches, "add", counted)
-    entries = [Entry("one", adapter(seed)) for seed in range(29)]
-    twins = [entries[3], entries[17], Entry("two", entries[20].tensors)]
-    found = list(register_many(catalog, store, DENSE, BASE, [*entries, *twins], OWNER, NOW, torch.float32))
-    assert [one.position for one in found] == list(range(32))
-    assert [one.new for one in found] == [True] * 29 + [False, False, True]
-    assert [one.digest for one in found[:29]] == [alone(e.tensors, DENSE, torch.float32)[0] for e in entries]
-    assert len(parts) == 32 // 9
-    parts.sort()
-    assert all(before[-1] < after[0] for before, after in pairwise(parts))
-    for one in found:
-        stored_tensors(catalog, store, catalog.revisions.get(one.policy, one.digest))
-
-
-def test_each_part_appends_its_own_bytes_when_rows_that_shared_them_are_gone(
-    catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
-):
-    entries = [Entry("one", adapter(seed)) for seed in range(12)]
-    register(catalog, store, entries)
-    monkeypatch.setattr(writer, "ROWS", 4)
-    add, calls = catalog.batches.add, []
-
-    def without_the_others(batch, shared=()):
-        if not calls:
-            with catalog.access.write() as connection:
-                connection.exec_driver_sql("DELETE FROM revisions WHERE policy = 'one'")
-        calls.append(len(batch))
-        return add(batch, shared)
-
-    monkeypatch.setattr(catalog.batches, "add", without_the_others)
-    found = register(catalog, store, [Entry("two", entry.tensors) for entry in entries])
-    assert [one.new for one in found] == [True] * 12
-    assert len(calls) == 2 * 3
-    for entry, one in zip(entries, found, strict=True):
-        stored = stored_tensors(catalog, store, catalog.revisions.get("two", one.digest))
-        assert all(torch.equal(stored[key], value) for key, value in entry.tensors.items())
-
-
-def test_batches_are_bounded_whatever_comes(catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(groups, "BATCH", 8)
-    monkeypatch.setattr(bulk, "TOGETHER", 2)
-    monkeypatch.setattr(bulk, "MOST_TOGETHER", 2)
-    sizes: list[int] = []
-    ahead: list[int] = []
-    place = bulk.Writer.place
-
-    def recorded(self, form, values_ND, rows):
-        sizes.append(len(rows))
-        return place(self, form, values_ND, rows)
-
-    monkeypatch.setattr(bulk.Writer, "place", recorded)
-    done = 0
-
-    def endless() -> Iterator[Entry]:
-        for number in range(100):
-            ahead.append(number - done)
-            yield Entry("one", adapter(number, default=1))
-
-    for one in register_many(catalog, store, DENSE, BASE, endless(), OWNER, NOW, torch.float32):
-        assert one.new
-        done += 1
-    assert done == 100
-    assert max(sizes) == 8
-    # One batch that is collected, two that wait for each other, and two whose rows are written.
-    assert max(ahead) <= 5 * 8
-
-
 def test_many_shapes_do_not_add_up(catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch):
     nbytes = sum(tensor.nbytes for tensor in adapter(0, default=1).values())
     monkeypatch.setattr(bulk, "HELD_BYTES", 10 * nbytes)
@@ -310,7 +195,7 @@ def test_bytes_that_move_meanwhile_are_found_again(
 def test_a_full_disk_loses_nothing_that_was_told(
     catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(groups, "BATCH", 4)
+    monkeypatch.setattr(bulk, "BATCH", 4)
     append, calls = store.append_many, []
 
     def full(payloads, checksums=None, cached=True):
@@ -326,8 +211,8 @@ def test_a_full_disk_loses_nothing_that_was_told(
     with pytest.raises(ServiceError, match="No space left"):
         told.extend(one.digest for one in results)
     assert len(told) == 8
-    # What came behind the refused batch before that was known, not all that are committed together.
-    assert len(calls) <= 3 + bulk.BEHIND
+    # The batch behind the refused one was handed over before that was known.
+    assert len(calls) <= 3 + 1
     rows = {row.digest: row for row in catalog.revisions.page("one", limit=100)}
     assert set(told) <= rows.keys()
     for row in rows.values():
@@ -337,7 +222,7 @@ def test_a_full_disk_loses_nothing_that_was_told(
 def test_a_caller_who_stops_leaves_whole_batches(
     catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(groups, "BATCH", 4)
+    monkeypatch.setattr(bulk, "BATCH", 4)
     results = register_many(
         catalog, store, DENSE, BASE, (Entry("one", adapter(i)) for i in range(40)), OWNER, NOW, torch.float32
     )
@@ -355,10 +240,10 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from tests.helpers import made_adapters
 from engine.publishing import bulk
-from engine.publishing.bulk import Entry, groups
+from engine.publishing.bulk import Entry
 from engine.catalog.catalog import Catalog
 from engine.store.segments import Store
-groups.BATCH = 16
+bulk.BATCH = 16
 base = made_adapters.shapes("qwen3")
 state = Path(sys.argv[1])
 entries = (Entry("one", made_adapters.canonical(base, seed=i)) for i in range(1_000_000))
@@ -446,66 +331,11 @@ def test_a_policy_that_is_purged_meanwhile_stops_no_other(catalog: Catalog, stor
     assert catalog.revisions.page("two") == []
 
 
-def test_tensors_that_were_filled_again_are_refused(catalog: Catalog, store: Store):
-    buffers = adapter(0)
-
-    def entries() -> Iterator[Entry]:
-        for seed in range(3):
-            for key, tensor in adapter(seed).items():
-                buffers[key].copy_(tensor)
-            yield Entry("one", dict(buffers))
-
-    found = register(catalog, store, entries())
-    assert [one.new for one in found] == [False, False, True]
-    assert all("tensors were changed" in str(one.refused) for one in found[:2])
-    assert found[2].digest == alone(adapter(2), DENSE, torch.float32)[0]
-    with torch.inference_mode():
-        untracked = adapter(5)
-    (one,) = register(catalog, store, [Entry("one", untracked)])
-    assert one.new
-
-
-@pytest.mark.parametrize("together", [1, 3, 12])
-def test_what_is_unfit_among_those_copied_with_it_stops_no_other(
-    catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch, together: int
-):
-    nbytes = sum(tensor.nbytes for tensor in adapter(0).values())
-    monkeypatch.setattr(groups, "COPIED_BYTES", together * nbytes)
-    monkeypatch.setattr(groups, "BATCH", 8)
-    adapters = [adapter(seed) for seed in range(12)]
-    key = sorted(adapters[0])[2]
-    adapters[4][key][0, 0] = torch.nan
-    adapters[5][key] = adapters[5][key].to_sparse()
-
-    def entries() -> Iterator[Entry]:
-        for number, one in enumerate(adapters):
-            yield Entry("one", one)
-            # One that was copied alone may change.
-            if number == 6:
-                one[key].mul_(2)
-
-    digests = [alone(adapter(seed), DENSE, torch.float32)[0] for seed in range(12)]
-    found = register(catalog, store, entries())
-    refused = {one.position: str(one.refused) for one in found if one.refused}
-    assert "NaN or Inf" in refused.pop(4)
-    assert "cannot be read" in refused.pop(5)
-    if together > 1:
-        assert "were changed" in refused.pop(6)
-    assert refused == {}
-    assert [one.position for one in found] == list(range(12))
-    for one in found:
-        if not one.refused:
-            assert one.digest == digests[one.position]
-            stored = stored_tensors(catalog, store, catalog.revisions.get("one", one.digest))
-            want = adapter(one.position)
-            assert all(torch.equal(stored[name], value) for name, value in want.items())
-
-
 def test_a_long_run_leaves_no_long_log(
     sqlite_catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
 ):
     catalog = sqlite_catalog
-    monkeypatch.setattr(writer, "MANY", 2)
+    monkeypatch.setattr(bulk, "MANY", 2)
     log = Path(catalog.label + "-wal")
     register(catalog, store, [Entry("one", adapter(seed)) for seed in range(2)])
     assert log.stat().st_size > 0
@@ -517,3 +347,46 @@ def test_a_long_run_leaves_no_long_log(
         reader.exec_driver_sql("SELECT count(*) FROM revisions").scalar()
         register(catalog, store, [Entry("one", adapter(seed)) for seed in range(6, 9)])
         assert log.stat().st_size > 0
+
+
+def test_batches_are_bounded_whatever_comes(catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bulk, "BATCH", 8)
+    add, sizes, ahead, done = catalog.batches.add, [], [], 0
+
+    def recorded(batch, shared=()):
+        sizes.append(len(batch))
+        return add(batch, shared)
+
+    monkeypatch.setattr(catalog.batches, "add", recorded)
+
+    def endless() -> Iterator[Entry]:
+        for number in range(100):
+            ahead.append(number - done)
+            yield Entry("one", adapter(number, default=1))
+
+    for one in register_many(catalog, store, DENSE, BASE, endless(), OWNER, NOW, torch.float32):
+        assert one.new
+        done += 1
+    assert (done, max(sizes)) == (100, 8)
+    # One batch that is collected, and one that is committed.
+    assert max(ahead) <= 2 * 8
+
+
+def test_an_entry_is_what_it_was_when_it_was_given(catalog: Catalog, store: Store):
+    """Its tensors may be filled again, be sparse, have gradients, or come of inference mode."""
+    buffers = adapter(0)
+
+    def entries() -> Iterator[Entry]:
+        for seed in range(3):
+            for key, tensor in adapter(seed).items():
+                buffers[key].copy_(tensor)
+            yield Entry("one", dict(buffers))
+        with torch.inference_mode():
+            untracked = adapter(3)
+        yield Entry("one", untracked)
+        yield Entry("one", {key: tensor.requires_grad_() for key, tensor in adapter(4).items()})
+        yield Entry("one", {key: tensor.to_sparse() for key, tensor in adapter(5).items()})
+
+    *found, sparse = register(catalog, store, entries())
+    assert [one.digest for one in found] == [alone(adapter(n), DENSE, torch.float32)[0] for n in range(5)]
+    assert "cannot be read" in str(sparse.refused)
