@@ -32,14 +32,7 @@ Reason = Annotated[str, typer.Option(help="Record this reason for the decision."
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def _note_again(given: bool) -> bool:
-    if given:
-        typer.echo("--again is deprecated and goes away in version 0.2. Use --reuse-name.", err=True)
-    return given
-
-
 ReuseName = Annotated[bool, typer.Option("--reuse-name", help="Allow a policy name that was purged before.")]
-Again = Annotated[bool, typer.Option("--again", hidden=True, callback=_note_again)]
 
 
 def variables_with(folder: Path) -> dict[str, str]:

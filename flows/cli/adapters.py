@@ -16,7 +16,7 @@ import typer
 from engine.errors import ConfigError
 from engine.services import lifecycle as services
 from engine.settings.params import served_name
-from flows.entry import PARAMS, Again, By, Json, ParamsFile, Reason, ReuseName, enter
+from flows.entry import PARAMS, By, Json, ParamsFile, Reason, ReuseName, enter
 from tasks.outcome import Stages, local_key
 from tasks.purged_names import reuse_purged_name
 
@@ -163,7 +163,6 @@ def import_(
         str, typer.Option(help="Import for this owner; another owner's policy is refused.")
     ] = "local",
     reuse_name: ReuseName = False,
-    again: Again = False,
     as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
@@ -187,7 +186,7 @@ def import_(
     if policy is None:
         say("Nothing was imported. Give --policy NAME to import it.")
         return _print_import(shown, None, None) if as_json else None
-    reuse_purged_name(settings, policy, owner, reuse_name or again)
+    reuse_purged_name(settings, policy, owner, reuse_name)
     make_probe = probe_by_base(settings, base, say)
     manifest = publish(settings, path, foreign, base, policy, owner, make_probe, say)
     name, proven = served_name(policy, manifest.digest), None

@@ -43,7 +43,6 @@ from flows.cli import (
 )
 from flows.entry import (
     PARAMS,
-    Again,
     ParamsFile,
     ReuseName,
     check,
@@ -195,7 +194,6 @@ def adapt(
     loss: Annotated[str | None, typer.Option(help="Loss of this run.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of this run's problems and samples.")] = None,
     reuse_name: ReuseName = False,
-    again: Again = False,
     params: ParamsFile = PARAMS,
 ) -> None:
     """Train policies concurrently, then export, register, verify and score a revision of each."""
@@ -210,7 +208,7 @@ def adapt(
     check(settings, chosen)
     require_services(settings)
     for name in chosen:
-        reuse_purged_name(settings, name, settings.policy(name).owner, reuse_name or again)
+        reuse_purged_name(settings, name, settings.policy(name).owner, reuse_name)
     from flows import display
     from flows.adapt import adapt as adapt_flow
     from tasks.steps import preload

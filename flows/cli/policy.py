@@ -8,7 +8,7 @@ import typer
 
 from engine.settings.forms import CreatePolicyForm
 from engine.settings.params import known_policies
-from flows.entry import PARAMS, Again, Json, ParamsFile, ReuseName, enter, filled
+from flows.entry import PARAMS, Json, ParamsFile, ReuseName, enter, filled
 from tasks.outcome import local_key
 
 app = typer.Typer()
@@ -50,7 +50,6 @@ def create(
         float | None, typer.Option(help="Due when users' rewards stayed under the score for so long.")
     ] = None,
     reuse_name: ReuseName = False,
-    again: Again = False,
     params: ParamsFile = PARAMS,
 ) -> None:
     """Create a policy from your own data: split it into training rows and frozen items.
@@ -69,7 +68,7 @@ def create(
     )  # fmt: skip
     created = create_policy(
         settings, name, data, verifier, owner, base, form.settings(), items,
-        lambda lines: typer.echo(f"  {lines} lines", err=True), reuse_name or again,
+        lambda lines: typer.echo(f"  {lines} lines", err=True), reuse_name,
     )  # fmt: skip
     typer.echo(describe(created))
 

@@ -1,6 +1,6 @@
 """What the gateway adds to vLLM's server: latency, CPU, throughput; what a refused key costs; revocation.
 
-    graftwork bench gateway [--clients 64] [--tokens 64] [--keys 1000] [--long]
+    graftwork bench gateway [--base tiny-dense] [--clients 64] [--tokens 64] [--keys 1000] [--long]
 
 Two engines on one base: ours, and the same without the middleware; both are asked for the base. Half of the
 answers are streamed. Keys have limits, and usage is recorded. The engines take turns, in the other order
@@ -28,7 +28,7 @@ import orjson
 import psutil
 from _gateway_loop import measure
 from _run import Run, options, start
-from _served import START_S, Live, live
+from _served import SHAPES, START_S, Live, live
 
 from engine.catalog.catalog import Catalog, migrate
 from engine.settings.params import Paths, load_params
@@ -274,6 +274,7 @@ async def revoked_s(state: Path, url: str) -> float:
 
 def main() -> None:
     parser = options(__doc__)
+    parser.add_argument("--base", choices=list(SHAPES), default="tiny-dense")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--keys", type=int, default=1000)
@@ -292,7 +293,7 @@ def main() -> None:
         figures.add({name: [found[name] for found in loops] for name in loops[0]})
     with run.preparing(), ExitStack() as stack:
         run.go_on()
-        ours = stack.enter_context(live(params, "tiny-dense", params.paths.root))
+        ours = stack.enter_context(live(params, args.base, params.paths.root))
         url, pid = stack.enter_context(bare_engine(ours))
         elsewhere, _ = stack.enter_context(refusing("bare", HERE))
         state = ours.params.paths.root

@@ -122,7 +122,7 @@ def test_an_import_as_json_and_into_a_name_that_was_purged(tiny_base, tmp_path):
     with pytest.raises(AssertionError, match=r"purged by 'ann'.*--reuse-name"):
         command(tmp_path, *given)
     assert not list(tmp_path.glob("state/revisions/*"))
-    assert json.loads(command(tmp_path, *given, "--again"))["imported"] == name
+    assert json.loads(command(tmp_path, *given, "--reuse-name"))["imported"] == name
 
 
 def command(folder, *arguments):
