@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -254,7 +255,7 @@ def own_endpoints(state: GatewayState, catalog: Catalog) -> FastAPI:
     """Graftwork's endpoints in an app with vLLM's answers to errors."""
     from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
-    from engine.serving.gateway.endpoints import GraftworkEndpoints
+    from engine.serving.gateway.endpoints import Standing, attach
 
     async def loads() -> list[Any]:
         return []
@@ -262,11 +263,12 @@ def own_endpoints(state: GatewayState, catalog: Catalog) -> FastAPI:
     app = FastAPI()
     init_exception_handler(app)
     app.state.args = SimpleNamespace(log_error_stack=False)
-    GraftworkEndpoints().attach_router(app)
+    attach(app)
     app.state.graftwork, app.state.graftwork_loads = state, loads
-    app.state.graftwork_membership = membership = Membership(catalog, "here", "http://here", "base", "1")
+    membership = Membership(catalog, "here", "http://here", "base", "1")
     membership.beat()
-    app.state.graftwork_prewarmer = SimpleNamespace(missing=list)
+    why_not_ready = partial(membership.why_not_ready, state.router, list)
+    app.state.graftwork_standing = Standing(why_not_ready, membership.drain)
     app.state.graftwork_marker = {"plugin": "fake"}
     return app
 

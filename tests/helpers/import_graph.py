@@ -24,12 +24,17 @@ OPTIONAL = {
     "engine.catalog.fleet": {"engine.controller.__main__", "engine.training.several_engines"},
     "engine.controller.upkeep": {"engine.controller.__main__"},
     "engine.integrations": {"engine.controller.__main__"},
+    "engine.metering": {
+        "engine.serving.assembly",
+        "engine.serving.gateway.limits",
+        "engine.serving.gateway.meter",
+    },
     "engine.notifications": {"engine.controller.__main__", "engine.integrations"},
     "engine.report": {"engine.controller.__main__"},
-    "engine.serving.gateway.limits": {"engine.serving.gateway.endpoints", "engine.serving.gateway.meter"},
-    "engine.serving.gateway.membership": {"engine.serving.gateway.endpoints"},
-    "engine.serving.gateway.meter": {"engine.serving.gateway.endpoints"},
-    "engine.serving.gateway.prewarming": {"engine.serving.gateway.endpoints"},
+    "engine.serving.gateway.limits": {"engine.serving.assembly", "engine.serving.gateway.meter"},
+    "engine.serving.gateway.membership": {"engine.serving.assembly"},
+    "engine.serving.gateway.meter": {"engine.serving.assembly"},
+    "engine.serving.gateway.prewarming": {"engine.serving.assembly"},
     "engine.training.several_engines": {"engine.training.run"},
 }
 # Old places of documented imports, which hand on what now lives in a later room: no part of the house.
