@@ -16,9 +16,15 @@ from engine.catalog.access import Access
 from engine.catalog.purges import refuse_purged
 from engine.catalog.quarantine import lift_quarantine
 from engine.catalog.records import Revision
-from engine.catalog.revision_rows import EXPORTED, RevisionRows, table
+from engine.catalog.revision_rows import (
+    DIGEST_BYTES,
+    EXPORTED,
+    RevisionRows,
+    blobs,
+    cut,
+    table,
+)
 from engine.catalog.revisions import moved, publish_again
-from engine.catalog.row_codec import DIGEST_BYTES, blobs, cut
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,15 @@ from sqlalchemy import func, select
 
 from engine.catalog.access import Access
 from engine.catalog.records import Revision
-from engine.catalog.revision_rows import EXPORTED, NEWEST_FIRST, RevisionRows, table
-from engine.catalog.row_codec import COLUMNS, blob, prefix_range
+from engine.catalog.revision_rows import (
+    COLUMNS,
+    EXPORTED,
+    NEWEST_FIRST,
+    RevisionRows,
+    blob,
+    prefix_range,
+    table,
+)
 
 
 class Listing:

@@ -10,8 +10,15 @@ from engine.catalog import tables
 from engine.catalog.access import Access
 from engine.catalog.quarantine import lift_quarantine
 from engine.catalog.records import Revision
-from engine.catalog.revision_rows import RevisionRows, key_of, table
-from engine.catalog.row_codec import DIGEST_BYTES, PLACE, blobs, cut
+from engine.catalog.revision_rows import (
+    DIGEST_BYTES,
+    PLACE,
+    RevisionRows,
+    blobs,
+    cut,
+    key_of,
+    table,
+)
 from engine.store.segments import Location, room
 
 # Digests as a relation, from one parameter.

@@ -9,7 +9,6 @@ from sqlalchemy import Connection, func, select, update
 
 from engine.catalog import tables
 from engine.catalog.access import Access
-from engine.catalog.audit import record
 from engine.catalog.changes import tell
 from engine.catalog.keys import refuse_outside
 from engine.catalog.purges import refuse_purged_names
@@ -55,7 +54,9 @@ class Policies:
                 raise Conflict(fault)
             if policy.name in known:
                 if before.config != policy.config:
-                    record(connection, "policy.change", policy.name, before.config, policy.config)
+                    self._access.record(
+                        connection, "policy.change", policy.name, before.config, policy.config
+                    )
                 mine = table.c.name == policy.name
                 connection.execute(update(table).where(mine).values(config=policy.config))
             else:
@@ -73,7 +74,7 @@ class Policies:
         # One entry a transaction: a million policies may be added at once.
         first, *others = new.values()
         about = {"base": first.base, "owner": first.owner, "others": [one.name for one in others]}
-        record(connection, "policy.add", first.name, None, first.config | about)
+        self._access.record(connection, "policy.add", first.name, None, first.config | about)
 
     def get(self, name: str) -> Policy:
         """Return a policy; `NotFound`, with the nearest names, when there is none."""

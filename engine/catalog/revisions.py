@@ -15,8 +15,20 @@ from engine.catalog.access import Access
 from engine.catalog.purges import refuse_purged
 from engine.catalog.quarantine import lift_quarantine
 from engine.catalog.records import Revision
-from engine.catalog.revision_rows import EXPORTED, NEWEST_FIRST, SNAPSHOT, RevisionRows, key_of, table
-from engine.catalog.row_codec import COLUMNS, SEGMENT, blob, encode, prefix_range, words
+from engine.catalog.revision_rows import (
+    COLUMNS,
+    EXPORTED,
+    NEWEST_FIRST,
+    SEGMENT,
+    SNAPSHOT,
+    RevisionRows,
+    blob,
+    encode,
+    key_of,
+    prefix_range,
+    table,
+    words,
+)
 from engine.catalog.suggestions import Suggestions
 from engine.errors import Moved
 from engine.settings.params import POLICY_NAME, served_name

@@ -8,8 +8,8 @@ from sqlalchemy import or_, select, true
 
 from engine.catalog import tables
 from engine.catalog.access import Access
+from engine.catalog.revision_rows import HEX, prefix_range
 from engine.catalog.routes import covered
-from engine.catalog.row_codec import HEX, prefix_range
 from engine.errors import Ambiguous, NotFound
 from engine.settings.params import DIGEST12, served_name
 

@@ -1,4 +1,4 @@
-"""The catalog's tables and indexes; `row_codec.py` turns rows of `revisions` into dataclasses and back."""
+"""The catalog's tables and indexes; `revision_rows.py` makes dataclasses of rows of `revisions`, and back."""
 
 from sqlalchemy import (
     JSON,

@@ -18,7 +18,8 @@ from prometheus_client import REGISTRY, Gauge
 from starlette.datastructures import State
 
 from engine.base.prompts import prompt_ids
-from engine.catalog.catalog import Catalog, open_catalog
+from engine.catalog.catalog import Catalog
+from engine.catalog.opening import open_catalog
 from engine.errors import ConfigError, ServiceError
 from engine.ledger.sender import open_spool
 from engine.ledger.spool import Spool

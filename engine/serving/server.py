@@ -54,7 +54,7 @@ def main() -> None:
         preload_libgomp()
 
     from engine.base.resident import ensure_base
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
 
     refuse_unless_served(params)
     plan = planned(params)

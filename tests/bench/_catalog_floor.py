@@ -17,7 +17,7 @@ from pathlib import Path
 
 from engine.catalog.catalog import migrate
 from engine.catalog.database import CACHE_KIB, CHECKPOINT_PAGES
-from engine.catalog.row_codec import prefix_range
+from engine.catalog.revision_rows import prefix_range
 
 # What one fsync and one commit are for, at most: about as much as in bulk registration.
 BATCH, BATCH_BYTES = 16_384, 128 << 20

@@ -16,6 +16,7 @@ import httpx
 from fastapi import FastAPI
 
 from engine.catalog.catalog import Base, Catalog, Policy, Revision, migrate
+from engine.catalog.opening import whole_catalog
 from engine.metering.usage_log import UsageLog
 from engine.serving.gateway.answers import AnswerReader
 from engine.serving.gateway.call import Call, GatewayState
@@ -223,7 +224,7 @@ def open_world(
     is_new = url is not None or not (root / "catalog.db").exists()
     url = url or f"sqlite:///{root}/catalog.db"
     migrate(url)
-    catalog = Catalog(url)
+    catalog = whole_catalog(url)
     if is_new:
         fill(catalog)
     has_own = server is None

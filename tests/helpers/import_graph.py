@@ -21,6 +21,7 @@ ENTRIES = ("engine.controller.__main__",)
 # the entries, which put a process together and hand it in. The main rooms know none of it.
 OPTIONAL = {
     "engine.backup": {"engine.controller.__main__"},
+    "engine.catalog.audit": {"engine.backup", "engine.catalog.opening"},
     "engine.catalog.fleet": {"engine.controller.__main__", "engine.training.several_engines"},
     "engine.controller.upkeep": {"engine.controller.__main__"},
     "engine.integrations": {"engine.controller.__main__"},
