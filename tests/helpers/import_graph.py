@@ -31,6 +31,9 @@ OPTIONAL = {
         "engine.serving.gateway.meter",
     },
     "engine.notifications": {"engine.controller.__main__", "engine.integrations"},
+    # Plans for other models than this base, and for many engines: only commands ask for them.
+    "engine.planning.adapters": set(),
+    "engine.planning.fleet": set(),
     "engine.report": {"engine.controller.__main__"},
     "engine.serving.gateway.limits": {"engine.serving.assembly", "engine.serving.gateway.meter"},
     "engine.serving.gateway.membership": {"engine.serving.assembly"},
