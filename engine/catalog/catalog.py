@@ -51,10 +51,10 @@ from engine.catalog.replicas import Replicas
 from engine.catalog.revision_rows import RevisionRows
 from engine.catalog.revisions import Revisions
 from engine.catalog.routes import Routes
-from engine.catalog.suggestions import Suggestions
 from engine.catalog.switches import Switches
 from engine.catalog.tinker import TinkerIndex
 from engine.catalog.tombstones import Tombstones
+from engine.catalog.unknown_names import UnknownNames
 from engine.errors import ConfigError, NotFound, ServiceError
 from engine.settings.params import Paths
 
@@ -146,18 +146,18 @@ class Catalog:
 
     Thread-safe; open one in each process. Raises `NotFound` when there is no database at `url`, and
     `ConfigError` when it is not a catalog, or one of another schema. Each change that people answer for is
-    given to `record`.
+    given to `record`; `unknown` makes the errors for names that are not there.
     """
 
-    def __init__(self, url: str, record: Record = unrecorded):
+    def __init__(self, url: str, record: Record = unrecorded, unknown: type[UnknownNames] = UnknownNames):
         self.access = access = Access(url, record)
         self.label = access.label
         rows = RevisionRows(access)
-        self.suggestions = suggestions = Suggestions(access)
+        names = unknown(access)
         # Bases, policies and revisions.
         self.bases = Bases(access)
-        self.policies = Policies(access, suggestions)
-        self.revisions = Revisions(access, rows, suggestions)
+        self.policies = Policies(access, names)
+        self.revisions = Revisions(access, rows, names)
         self.batches = Batches(access, rows)
         self.listing = Listing(access, rows)
         # Their bytes in the store.

@@ -13,8 +13,8 @@ from engine.catalog.changes import tell
 from engine.catalog.keys import refuse_outside
 from engine.catalog.purges import refuse_purged_names
 from engine.catalog.records import Policy, Route
-from engine.catalog.suggestions import Suggestions
-from engine.errors import Conflict, NotFound
+from engine.catalog.unknown_names import UnknownNames
+from engine.errors import Conflict
 
 # Policies of one transaction, or of one query.
 POLICIES = 1_000
@@ -23,9 +23,9 @@ POLICIES = 1_000
 class Policies:
     """The catalog's policies; `catalog.policies`."""
 
-    def __init__(self, access: Access, suggestions: Suggestions):
+    def __init__(self, access: Access, names: UnknownNames):
         self._access = access
-        self._suggestions = suggestions
+        self._names = names
 
     def add(self, policy: Policy, again: bool = False) -> None:
         """Add a policy with an empty route, or update the config of one that we own.
@@ -77,12 +77,10 @@ class Policies:
         self._access.record(connection, "policy.add", first.name, None, first.config | about)
 
     def get(self, name: str) -> Policy:
-        """Return a policy; `NotFound`, with the nearest names, when there is none."""
+        """Return a policy; `NotFound` when there is none."""
         policy = self._access.one(Policy, select(tables.policies).where(tables.policies.c.name == name))
         if policy is None:
-            near = self._suggestions.policies(name)
-            known = ", ".join(near) or "none"
-            raise NotFound(f"There is no policy {name!r} in the catalog. Known policies: {known}.", near)
+            raise self._names.unknown(name)
         return policy
 
     def page(self, after: str = "", limit: int = 1000) -> list[Policy]:

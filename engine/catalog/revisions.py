@@ -29,9 +29,9 @@ from engine.catalog.revision_rows import (
     table,
     words,
 )
-from engine.catalog.suggestions import Suggestions
-from engine.errors import Moved
-from engine.settings.params import POLICY_NAME, served_name
+from engine.catalog.unknown_names import UnknownNames
+from engine.errors import Ambiguous, Moved
+from engine.settings.params import DIGEST12, POLICY_NAME, served_name
 
 # Up to so few digits a policy's own index is read: too many digests share the prefix.
 SHORT_PREFIX = 3
@@ -42,14 +42,14 @@ LAST_ID = (1 << 31) - 1
 class Revisions:
     """The catalog's revisions; `catalog.revisions`."""
 
-    def __init__(self, access: Access, rows: RevisionRows, suggestions: Suggestions):
+    def __init__(self, access: Access, rows: RevisionRows, names: UnknownNames):
         self._access = access
         self._rows = rows
-        self._suggestions = suggestions
-        mark, names = access.mark, ", ".join(f'"{column.name}"' for column in COLUMNS)
+        self._unknown = names
+        mark, columns = access.mark, ", ".join(f'"{column.name}"' for column in COLUMNS)
         values = ", ".join([mark] * len(COLUMNS))
-        self._add = f"INSERT INTO revisions ({names}) VALUES ({values}) ON CONFLICT DO NOTHING"
-        find = f"SELECT {names} FROM revisions WHERE digest >= {mark} AND digest <= {mark}"
+        self._add = f"INSERT INTO revisions ({columns}) VALUES ({values}) ON CONFLICT DO NOTHING"
+        find = f"SELECT {columns} FROM revisions WHERE digest >= {mark} AND digest <= {mark}"
         # The expression rules out the index on policies, so that SQL uses the range of the key.
         self._find_by_prefix = f"{find} AND policy || '' = {mark} LIMIT {CANDIDATES + 1}"
         self._find_short = f"{find} AND policy = {mark} LIMIT {CANDIDATES + 1}"
@@ -78,15 +78,15 @@ class Revisions:
     def get(self, policy: str, digest_prefix: str) -> Revision:
         """Return the one revision whose digest starts with this prefix.
 
-        Raises `NotFound` with the nearest names, or `Ambiguous` with the candidates when there are several.
+        Raises `NotFound`, or `Ambiguous` with the candidates when there are several.
         """
         found = self.match(policy, digest_prefix)
         if found is None:
-            raise self._suggestions.missing(policy, digest_prefix)
+            raise self._unknown.missing(policy, digest_prefix)
         return found
 
     def match(self, policy: str, digest_prefix: str) -> Revision | None:
-        """Return what `get` does, or None where that would look for the nearest names, for milliseconds."""
+        """Return what `get` does, or None where that would make an error, which may take milliseconds."""
         between = prefix_range(digest_prefix)
         if between is None or not POLICY_NAME.fullmatch(policy):
             return None
@@ -96,9 +96,7 @@ class Revisions:
             return None
         found = self._rows.decode(rows)
         if len(found) > 1:
-            raise self._suggestions.ambiguous(
-                policy, digest_prefix, [row.digest for row in found[:CANDIDATES]]
-            )
+            raise ambiguous(policy, digest_prefix, [row.digest for row in found[:CANDIDATES]])
         return found[0]
 
     def find(self, policy: str, digest: str) -> Revision | None:
@@ -143,6 +141,19 @@ class Revisions:
     def set_probe(self, policy: str, digest: str, result: dict[str, Any]) -> None:
         """Record the result of a revision's effect probe; `NotFound` when there is no such revision."""
         self._rows.change(policy, digest, probe=result)
+
+
+def ambiguous(policy: str, digest_prefix: str, digests: Sequence[str]) -> Ambiguous:
+    """Return the error for a prefix of several digests: it lists them, with enough digits to differ."""
+    digits = DIGEST12
+    while len({digest[:digits] for digest in digests}) < len(digests):
+        digits += 1
+    candidates = [f"{policy}@{digest[:digits]}" for digest in digests]
+    return Ambiguous(
+        f"Several revisions of {policy!r} begin with {digest_prefix!r}; give more digits. "
+        f"Candidates: {', '.join(candidates)}.",
+        candidates,
+    )
 
 
 def moved(policy: str, digest: str) -> Moved:

@@ -36,6 +36,7 @@ from engine.serving.gateway.membership import Membership
 from engine.serving.gateway.meter import Meter
 from engine.serving.gateway.prewarming import Prewarmer, served_names
 from engine.serving.gateway.routing import Router
+from engine.serving.gateway.suggesting import Suggester
 from engine.serving.residency.load_metrics import LoadMetrics
 from engine.serving.residency.residency import Residency
 from engine.serving.residency.vllm_engine import VllmEngine
@@ -133,6 +134,7 @@ def open_router(params: Params, settings: dict[str, Any]) -> Router:
         cached_rows=rows_to_cache(params.engine.host_adapters),
         configured=params.base.name,
         key_max_age_s=params.gateway.key_max_age_s,
+        suggest=Suggester,
     )
 
 

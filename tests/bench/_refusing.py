@@ -26,10 +26,11 @@ def gateway(state: Path) -> Any:
     from engine.catalog.opening import whole_catalog
     from engine.serving.gateway.gateway import Gateway
     from engine.serving.gateway.routing import Router
+    from engine.serving.gateway.suggesting import Suggester
     from engine.settings.params import Paths
     from engine.settings.services import GatewayConfig
 
-    router = Router(whole_catalog(Paths(state).catalog_url), "tiny", "base")
+    router = Router(whole_catalog(Paths(state).catalog_url), "tiny", "base", suggest=Suggester)
     holder = SimpleNamespace(
         state=SimpleNamespace(graftwork=SimpleNamespace(router=router, settings=GatewayConfig()))
     )

@@ -16,6 +16,7 @@ from engine.serving.gateway.call import GatewayState
 from engine.serving.gateway.gateway import Gateway
 from engine.serving.gateway.meter import Meter
 from engine.serving.gateway.routing import Router
+from engine.serving.gateway.suggesting import Suggester
 from engine.serving.residency.residency import Residency
 from engine.settings.services import EngineConfig, GatewayConfig
 from engine.store.segments import Store
@@ -105,7 +106,7 @@ def make_world(tmp_path):
     server, events, engine, loads = Server(), Events(), Engine(), []
     usage = UsageLog(tmp_path / "usage")
     state = GatewayState(
-        Router(catalog, "tiny", "base"),
+        Router(catalog, "tiny", "base", suggest=Suggester),
         Residency(
             engine,
             catalog,

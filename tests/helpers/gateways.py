@@ -27,6 +27,7 @@ from engine.serving.gateway.reading import size_of
 from engine.serving.gateway.route_table import EXACT as ENDPOINTS
 from engine.serving.gateway.route_table import find_route
 from engine.serving.gateway.routing import Router, Target
+from engine.serving.gateway.suggesting import Suggester
 from engine.serving.residency.residency import Residency
 from engine.settings.services import EngineConfig, GatewayConfig
 from engine.store.segments import Store
@@ -230,7 +231,7 @@ def open_world(
     has_own = server is None
     server, events, loads, usage = server or FakeVllm(), Events(), Loads(), UsageLog(root / "usage")
     state = GatewayState(
-        Router(catalog, "tiny", "base"),
+        Router(catalog, "tiny", "base", suggest=Suggester),
         Residency(loads, catalog, Store(root), EngineConfig(load_queue=load_queue)),
         events,  # type: ignore[arg-type]
         "here",

@@ -23,6 +23,7 @@ OPTIONAL = {
     "engine.backup": {"engine.controller.__main__"},
     "engine.catalog.audit": {"engine.backup", "engine.catalog.opening"},
     "engine.catalog.fleet": {"engine.controller.__main__", "engine.training.several_engines"},
+    "engine.catalog.suggestions": {"engine.catalog.opening", "engine.serving.gateway.suggesting"},
     "engine.controller.upkeep": {"engine.controller.__main__"},
     "engine.integrations": {"engine.controller.__main__"},
     "engine.metering": {
@@ -39,6 +40,7 @@ OPTIONAL = {
     "engine.serving.gateway.membership": {"engine.serving.assembly"},
     "engine.serving.gateway.meter": {"engine.serving.assembly"},
     "engine.serving.gateway.prewarming": {"engine.serving.assembly"},
+    "engine.serving.gateway.suggesting": {"engine.serving.assembly"},
     "engine.training.several_engines": {"engine.training.run"},
 }
 # Old places of documented imports, which hand on what now lives in a later room: no part of the house.

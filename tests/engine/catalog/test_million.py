@@ -24,6 +24,7 @@ from engine.catalog.catalog import Catalog, Policy, Revision, Route, migrate
 from engine.catalog.database import open_engine
 from engine.catalog.opening import whole_catalog
 from engine.catalog.revision_rows import COLUMNS, encode
+from engine.catalog.suggestions import Suggestions
 from engine.errors import AdapterError, Ambiguous, Conflict, Moved, NotFound, Purged
 from engine.store.segments import Location
 from tests.helpers.catalog_migrations import upgrade_to
@@ -482,7 +483,7 @@ def test_a_misspelt_name_is_compared_with_a_few(catalog: Catalog, monkeypatch: p
         return compare(name, names, **how)
 
     monkeypatch.setattr(difflib, "get_close_matches", counts)
-    near = catalog.suggestions.policies("customer-00x")
+    near = Suggestions(catalog.access).policies("customer-00x")
     assert len(near) == 5
     assert any(name.startswith("customer-00") for name in near)
     assert max(compared) <= 50
