@@ -20,6 +20,8 @@ ENTRIES = ("engine.controller.__main__",)
 # What an installation can do without, and who alone in the engine may import it: other optional parts, and
 # the entries, which put a process together and hand it in. The main rooms know none of it.
 OPTIONAL = {
+    # The table of families gives each its attention; vLLM's plug-in puts the worker together.
+    "engine.base.latent": {"engine.base.families"},
     "engine.backup": {"engine.controller.__main__"},
     "engine.catalog.audit": {"engine.backup", "engine.catalog.opening"},
     "engine.catalog.fleet": {"engine.controller.__main__", "engine.training.several_engines"},
@@ -41,7 +43,9 @@ OPTIONAL = {
     "engine.serving.gateway.meter": {"engine.serving.assembly"},
     "engine.serving.gateway.prewarming": {"engine.serving.assembly"},
     "engine.serving.gateway.suggesting": {"engine.serving.assembly"},
+    "engine.serving.worker.mla_cpu": {"engine.serving.vllm_plugin.plugin"},
     "engine.training.several_engines": {"engine.training.run"},
+    "kernels.latent": {"engine.serving.worker.mla_cpu"},
 }
 # Old places of documented imports, which hand on what now lives in a later room: no part of the house.
 OLD_PLACES = ("engine/adapters/bulk.py",)
