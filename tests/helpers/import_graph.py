@@ -20,7 +20,10 @@ ENTRIES = ("engine.controller.__main__",)
 # What an installation can do without, and who alone in the engine may import it: other optional parts, and
 # the entries, which put a process together and hand it in. The main rooms know none of it.
 OPTIONAL = {
-    # The table of families gives each its attention; vLLM's plug-in puts the worker together.
+    # What a base is made of, the table of families, and vLLM's plug-in put other families in.
+    "engine.base.converted": {"engine.base.gguf_base"},
+    "engine.base.gguf": {"engine.base.converted", "engine.base.gguf_base"},
+    "engine.base.gguf_base": {"engine.base.resident"},
     "engine.base.latent": {"engine.base.families"},
     "engine.backup": {"engine.controller.__main__"},
     "engine.catalog.audit": {"engine.backup", "engine.catalog.opening"},
