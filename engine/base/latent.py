@@ -6,7 +6,7 @@ from typing import Any
 from engine.base.attention import Attention, Size
 
 
-class LatentAttention(Attention):
+class LatentShapes(Attention):
     """Keys and values of all heads come from one latent of each token, which vLLM caches."""
 
     # The AMX backend drops adapters on `kv_b_proj`.
@@ -38,7 +38,7 @@ class LatentAttention(Attention):
         return int(self._config["kv_lora_rank"] + (self._config.get("q_lora_rank") or 0))
 
 
-class SparseAttention(LatentAttention):
+class SparseShapes(LatentShapes):
     """An indexer picks the keys; it carries no LoRA."""
 
     cuda_only = (
@@ -62,4 +62,4 @@ def latent_or_grouped(config: Mapping[str, Any]) -> Attention:
     """Return the attention of a base whose family has several kinds."""
     if not config.get("kv_lora_rank"):
         return Attention(config)
-    return SparseAttention(config) if config.get("index_n_heads") else LatentAttention(config)
+    return SparseShapes(config) if config.get("index_n_heads") else LatentShapes(config)
