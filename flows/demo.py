@@ -105,7 +105,7 @@ def release_to_users(
 
 def hold_others(params: Params, revision: Adapted) -> None:
     """End a release that an interrupted run left open, since a policy has one release at a time."""
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
 
     with open_catalog(params.paths) as catalog, controller(params) as client:
         for other in catalog.releases.all(revision.policy, open_only=True):

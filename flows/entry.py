@@ -144,7 +144,7 @@ def is_in_catalog_alone(settings: Params, policy: str) -> bool:
     """Say whether a policy has a catalog row but no settings, and so no suite: an import makes such a one."""
     if policy in known_policies(settings) or not settings.paths.has_catalog:
         return False
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
 
     with open_catalog(settings.paths) as index:
         return bool(index.policies.owners([policy]))
@@ -158,7 +158,7 @@ def require_services(settings: Params) -> None:
 def catalog(params: Path) -> Any:
     """Return the open catalog of a settings file, created and migrated if needed."""
     settings = enter(params)
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
 
     settings.state_dir.mkdir(parents=True, exist_ok=True)
     return open_catalog(settings.paths, migrated=True)

@@ -23,9 +23,11 @@ from pathlib import Path
 from engine.backup.manifest import FORMAT, BackupManifest, StoredFile, find, missing_parts, publish, read
 from engine.backup.place import BACKED_UP, MANIFESTS, OWNER, BackupPlace
 from engine.backup.writer import BackupWriter, OnFile
-from engine.catalog.catalog import Catalog, open_catalog
+from engine.catalog.audit import Audit
+from engine.catalog.catalog import Catalog
 from engine.catalog.copying import copy_sqlite, snapshot
 from engine.catalog.leases import BACKUP, SKEW_S
+from engine.catalog.opening import open_catalog
 from engine.catalog.records import SCHEMA_VERSION
 from engine.clients.controller import ControllerClient
 from engine.errors import ConfigError, Conflict, DamagedBytes, NotFound, ServiceError
@@ -129,7 +131,7 @@ def backup(
             writer.missing,
         )  # fmt: skip
         noted = {"name": name, "digest": digest, "bytes": writer.size, "new": writer.new}
-        catalog.audit.note(BACKED_UP, place.address, noted)
+        catalog.note(BACKED_UP, place.address, noted)
     return result
 
 
@@ -304,5 +306,5 @@ def _tidy(place: BackupPlace, keep: int | None, hold: Callable[[], None]) -> tup
 
 def newest(catalog: Catalog) -> tuple[float, str] | None:
     """Return when the installation was last backed up (epoch seconds) and where; None: never."""
-    entry = catalog.audit.newest_of(BACKED_UP)
+    entry = Audit(catalog.access).newest_of(BACKED_UP)
     return (entry.at, entry.subject) if entry else None

@@ -170,10 +170,11 @@ def _clocks(params: Params) -> Iterator[Finding]:
     """Compare this machine's clock with the newest entry of the catalog, and with a Postgres server's."""
     if not params.paths.has_catalog:
         return
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.audit import Audit
+    from engine.catalog.opening import open_catalog
 
     with open_catalog(params.paths) as catalog:
-        newest = catalog.audit.newest(1)
+        newest = Audit(catalog.access).newest(1)
         server = catalog.server_time()
     now = time.time()
     advice = "Synchronise the clock (NTP): leases, expiry and canaries rely on it."
@@ -185,10 +186,11 @@ def _clocks(params: Params) -> Iterator[Finding]:
 
 def _audit(params: Params) -> Iterator[Finding]:
     if params.paths.has_catalog:
-        from engine.catalog.catalog import open_catalog
+        from engine.catalog.audit import Audit
+        from engine.catalog.opening import open_catalog
 
         with open_catalog(params.paths) as catalog:
-            last, digest = catalog.audit.verify()
+            last, digest = Audit(catalog.access).verify()
         yield Finding("audit", f"{last} entries fit their hashes; the last is {last}:{digest}")
 
 
@@ -196,11 +198,12 @@ def _backup(params: Params) -> Iterator[Finding]:
     """Say when the installation was last backed up; one without a backup counts from its first change."""
     if not params.paths.has_catalog:
         return
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.audit import Audit
+    from engine.catalog.opening import open_catalog
     from tasks.backup import newest
 
     with open_catalog(params.paths) as catalog:
-        last, began = newest(catalog), catalog.audit.page(limit=1)
+        last, began = newest(catalog), Audit(catalog.access).page(limit=1)
     if last is None and not began:
         return
     at, place = last or (began[0].at, "")
@@ -214,7 +217,7 @@ def _engines(params: Params) -> Iterator[Finding]:
     """Say which of the catalog's engines are silent, or run another version or base than the others."""
     if not params.paths.has_catalog:
         return
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
 
     with open_catalog(params.paths) as catalog:
         rows, server = catalog.replicas.all(), catalog.server_time()

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 
-from engine.catalog.catalog import Catalog, open_catalog
+from engine.catalog.catalog import Catalog
+from engine.catalog.opening import open_catalog
 from engine.clients.controller import ControllerClient
 from engine.controller.route_changes import controller_serves
 from engine.errors import ConfigError, NotFound
@@ -54,7 +55,7 @@ def erase(
             purge(params, policy, by, reason, done)
         done("policies", {"purged": len(policies)})
         removed, kept = erase_usage(params.paths.usage, tenant)
-        catalog.audit.note("usage.erase", tenant, {"by": by, "removed": removed})
+        catalog.note("usage.erase", tenant, {"by": by, "removed": removed})
         done("usage", removed)
         done("kept", kept)
         done("answers", _answers(params, catalog, tenant, [name for key in keys for name in key.names], by))
@@ -87,5 +88,5 @@ def _answers(params: Params, catalog: Catalog, tenant: str, keys: list[str], by:
 
         with closing(Ledger(paths.ledger)) as ledger:
             removed = erase_from_ledger(ledger, paths.spool, paths.ledger_snapshot, keys)
-    catalog.audit.note("tenant.erase", tenant, {"by": by, "removed": removed})
+    catalog.note("tenant.erase", tenant, {"by": by, "removed": removed})
     return removed

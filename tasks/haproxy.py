@@ -5,7 +5,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from engine.catalog.catalog import open_catalog
+from engine.catalog.opening import open_catalog
 from engine.errors import ConfigError
 from engine.settings.params import Params
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from engine.backup.ledger_archive import Archiver, read_state
 from engine.backup.place import BackupPlace
-from engine.catalog.catalog import open_catalog
+from engine.catalog.opening import open_catalog
 from engine.errors import ConfigError
 from engine.ledger.ledger import open_snapshot
 from engine.report.why import moment

@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx
 
-from engine.catalog.catalog import Replica, open_catalog
+from engine.catalog.catalog import Replica
+from engine.catalog.opening import open_catalog
 from engine.clients.controller import ControllerClient
 from engine.controller.route_changes import controller_serves
 from engine.errors import ServiceError

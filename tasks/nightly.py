@@ -13,7 +13,7 @@ def due_policies(params: Params, only: Sequence[str] = ()) -> list[dict[str, Any
     The seed derives from the newest revision, so that training starts anew rather than finding that revision
     finished. Policies in `only` count as scheduled. Raises `ConfigError` for an unknown policy.
     """
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
     from engine.controller.due import Facts, judge
     from engine.controller.facts import gather
 

@@ -172,7 +172,7 @@ def judge_rollback(params: Params, release: Mapping[str, Any], answered: Sequenc
 
     Waits until the ledger has every request of `answered`; raises `ServiceError` if it does not in time.
     """
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
 
     with open_catalog(params.paths) as catalog:
         stone = catalog.tombstones.find(release["policy"], release["revision"])

@@ -147,7 +147,7 @@ def _refuse_taken(params: Params, name: str, owner: str, base: str | None) -> No
 
 def _known_base(params: Params) -> BaseInfo:
     """Return the base; `BaseModelError` where its text files are not those that the services have."""
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
 
     info = ensure_base(params.base, params.paths)
     if params.paths.has_catalog:
@@ -235,7 +235,7 @@ def check_for(verifier: str) -> Check:
 
 
 def _refuse_other_owner(params: Params, name: str, owner: str) -> None:
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
 
     known = _own(params, name).get("owner", "local") if policy_file(params, name).is_file() else None
     if known is None and params.paths.has_catalog:

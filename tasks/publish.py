@@ -11,7 +11,7 @@ def write_report(params: Params, path: Path, since: float, now: float, stages: M
 
     Reads the catalog and the ledger's snapshot; no service needs to run.
     """
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
     from engine.report import pages as report
 
     with open_catalog(params.paths) as catalog:

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from engine.catalog.catalog import Catalog, open_catalog
+from engine.catalog.catalog import Catalog
+from engine.catalog.opening import open_catalog
 from engine.clients.controller import ControllerClient
 from engine.controller.route_changes import alone, controller_serves
 from engine.errors import ConfigError, Conflict, GraftworkError, NotRunning, ServiceError

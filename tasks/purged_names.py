@@ -13,7 +13,8 @@ def reuse_purged_name(params: Params, name: str, owner: str, reuse: bool) -> Non
     Raises `Conflict` even with `reuse` while the purge is unfinished.
     """
     from engine.base.resident import ensure_base
-    from engine.catalog.catalog import Policy, open_catalog
+    from engine.catalog.catalog import Policy
+    from engine.catalog.opening import open_catalog
 
     if not params.paths.has_catalog:
         return

@@ -59,7 +59,7 @@ def longest_s(release: dict[str, Any]) -> float:
 
 def newest_revision(params: Params, policy: str) -> str:
     """Return the digest of a policy's newest exported revision; `NotFound` when there is none."""
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
 
     with open_catalog(params.paths) as catalog:
         newest = catalog.listing.newest_exported(policy)

@@ -4,7 +4,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from engine.catalog.catalog import Catalog, Release, open_catalog
+from engine.catalog.catalog import Catalog, Release
+from engine.catalog.opening import open_catalog
 from engine.catalog.records import VERDICTS, Route
 from engine.controller.advance import Evidence, advance
 from engine.errors import NotFound

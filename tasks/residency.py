@@ -7,7 +7,7 @@ every revision is `stored`.
 from contextlib import closing, suppress
 from typing import Any
 
-from engine.catalog.catalog import open_catalog
+from engine.catalog.opening import open_catalog
 from engine.clients.engine import EngineClient
 from engine.errors import NotRunning
 from engine.ledger.ledger import open_ledger

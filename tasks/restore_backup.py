@@ -27,9 +27,11 @@ from engine.backup.manifest import (
     read,
 )
 from engine.backup.place import BackupPlace
+from engine.catalog.audit import Audit
 from engine.catalog.catalog import Catalog, migrate
 from engine.catalog.copying import copy_catalog, require_empty
 from engine.catalog.database import sqlite_path
+from engine.catalog.opening import whole_catalog
 from engine.catalog.records import SCHEMA_VERSION
 from engine.errors import ConfigError, Conflict, GraftworkError, MissingBytes, ServiceError
 from engine.files import replacing, sync, write_whole
@@ -330,8 +332,8 @@ def _bring_catalog(
     file = draft / "catalog.db"
     url = f"sqlite:///{file}"
     migrate(url)
-    with Catalog(url) as catalog:
-        catalog.audit.note(ACTION, place.address, {"name": name})
+    with whole_catalog(url) as catalog:
+        catalog.note(ACTION, place.address, {"name": name})
         revoked = catalog.keys.revoke_all() if revoke_all_keys else None
         catalog.shorten_log()
     (draft / "catalog.lock").unlink(missing_ok=True)
@@ -353,4 +355,4 @@ def _is_same(url: str, other: str) -> bool:
     if sqlite_path(other) is not None and not Path(str(sqlite_path(other))).is_file():
         return False
     with Catalog(url) as one, Catalog(other) as two:
-        return one.id == two.id and one.audit.newest(1)[0].id == two.audit.newest(1)[0].id
+        return one.id == two.id and Audit(one.access).newest(1)[0].id == Audit(two.access).newest(1)[0].id

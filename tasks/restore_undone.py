@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.catalog.audit import Audit
 from engine.catalog.catalog import Catalog
 from engine.errors import ConfigError, NotFound
 from engine.settings.params import served_name
@@ -126,7 +127,7 @@ def _purged_since(backup: Catalog, present: Catalog) -> list[str]:
 
 def _erased_since(backup: Catalog, present: Catalog) -> list[str]:
     """Return the tenants that were erased since, of whom the backup has keys or policies."""
-    known = {entry.hash for entry in backup.audit.all_of(ERASURES)}
-    since = {entry.subject for entry in present.audit.all_of(ERASURES) if entry.hash not in known}
+    known = {entry.hash for entry in Audit(backup.access).all_of(ERASURES)}
+    since = {entry.subject for entry in Audit(present.access).all_of(ERASURES) if entry.hash not in known}
     owners = {key.owner for key in backup.keys.all()} if since else set()
     return sorted(tenant for tenant in since if tenant in owners or owned_policies(backup, tenant))

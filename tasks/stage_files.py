@@ -72,7 +72,7 @@ def own_services(
 
     Gives their settings and local key; `prepare` is called before they start.
     """
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
 
     with resident(params, name) as stage:
         with open_catalog(stage.paths, migrated=True) as catalog:

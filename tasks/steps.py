@@ -104,7 +104,7 @@ def score_general(params: Params, policy: str, digest: str, key: str) -> "list[P
 @task(name="score champion", task_run_name="score champion of {policy}", cache_policy=NO_CACHE)
 def score_champion(params: Params, policy: str, digest: str, suite: str, key: str) -> None:
     """Score the champion, the baseline of a release of `digest`, on the suite's current version."""
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
     from tasks import score as plain
 
     with open_catalog(params.paths) as catalog:
@@ -213,7 +213,7 @@ def release_in_background(params: Params, policy: str, digest: str) -> str:
     """Start the `release` deployment for a revision with an accepted probe, without waiting for it."""
     from prefect.deployments import run_deployment
 
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
 
     with open_catalog(params.paths) as catalog:
         probe = catalog.revisions.get(policy, digest).probe or {}

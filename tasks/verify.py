@@ -32,7 +32,7 @@ def verify(params: Params, policy: str, digest: str, key: str) -> dict[str, Any]
     fault. Raises `AdapterError` for a revision without a probe, `NotFound` for an unknown revision, and
     `ServiceError` when the engine, or the controller that serves the catalog, is down.
     """
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
     from engine.quality.probe import check
 
     with open_catalog(params.paths) as catalog:

@@ -23,6 +23,7 @@ from sqlalchemy import Connection, inspect, text
 
 from engine.catalog import catalog as catalog_module
 from engine.catalog.catalog import Catalog, Policy, migrate
+from engine.catalog.opening import whole_catalog
 from engine.errors import Conflict
 from engine.ledger.ledger import Ledger
 from engine.settings.reproducible import equal_bits
@@ -390,7 +391,7 @@ def catalog_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.fixture
 def catalog(catalog_url: str) -> Iterator[Catalog]:
     """A catalog with one policy, in each database."""
-    with closing(Catalog(catalog_url)) as catalog:
+    with closing(whole_catalog(catalog_url)) as catalog:
         catalog.policies.add(Policy("sorting", "base", {"rank": 8}, "me", 1.0))
         yield catalog
 

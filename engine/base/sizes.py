@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.base.families import PROJECTIONS, BaseShapes, Experts
+from engine.base.attention import Attention
+from engine.base.families import PROJECTIONS, BaseShapes, Experts, attention_of
 from engine.errors import ConfigError
 
 INPUTS = ("q_proj", "k_proj", "v_proj")
@@ -68,10 +69,11 @@ class Shape:
         shapes = BaseShapes.of(config)
         projections = shapes.projections()
         weights = sum(one.count * one.size[0] * one.size[1] for one in projections)
-        queries, keys, cached, key_heads = _heads(config)
+        attention = attention_of(config)
+        queries, keys, cached, key_heads = attention.widths()
         tables = 1 if config.get("tie_word_embeddings") else 2
         embeddings = tables * config["vocab_size"] * config["hidden_size"]
-        others = _biases(config, shapes) + _norms(config) + _indexers(config)
+        others = _biases(config, shapes) + _norms(config, attention)
         others += sum(_router(config, experts) for experts in shapes.experts.values())
         return Shape(
             shapes=shapes,
@@ -92,22 +94,6 @@ class Shape:
         )
 
 
-def _heads(config: Mapping[str, Any]) -> tuple[int, int, int, int]:
-    heads = config["num_attention_heads"]
-    if latent := config.get("kv_lora_rank"):
-        # The trainer computes every head's keys; vLLM caches one latent, rotary part and indexer key.
-        rope = config["qk_rope_head_dim"]
-        width = heads * (config["qk_nope_head_dim"] + rope)
-        return width, width, latent + rope + (config.get("index_head_dim") or 0), 0
-    key_heads = config.get("num_key_value_heads") or heads
-    keys = key_heads * _head_dim(config)
-    return heads * _head_dim(config), keys, 2 * keys, key_heads
-
-
-def _head_dim(config: Mapping[str, Any]) -> int:
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-
-
 def _widest(config: Mapping[str, Any], shapes: BaseShapes) -> int:
     shared = config.get("n_shared_experts") or 0
     routed = [(config["num_experts_per_tok"] + shared) * experts.inner for experts in shapes.experts.values()]
@@ -123,27 +109,16 @@ def _biases(config: Mapping[str, Any], shapes: BaseShapes) -> int:
     return sum(size[1] for name, size in shapes.linear.items() if name.rpartition(".")[2] in biased)
 
 
-def _norms(config: Mapping[str, Any]) -> int:
-    """Count the norms, the final one included, and other vectors of a layer."""
+def _norms(config: Mapping[str, Any], attention: Attention) -> int:
+    """Count the norms, the final one included, and what else of a layer is no projection."""
     family, hidden = config["model_type"], config["hidden_size"]
-    layer = 2 * hidden
+    layer = 2 * hidden + attention.others()
     if family.startswith("qwen3") or (family == "glm4_moe" and config.get("use_qk_norm")):
-        layer += 2 * _head_dim(config)
-    if latent := config.get("kv_lora_rank"):
-        layer += latent + (config.get("q_lora_rank") or 0)
+        layer += 2 * attention.head_dim
     if family == "gpt_oss":
         # The attention's sinks.
         layer += config["num_attention_heads"]
     return int(config["num_hidden_layers"] * layer + hidden)
-
-
-def _indexers(config: Mapping[str, Any]) -> int:
-    """Count the indexers of sparse attention: three projections and a norm with bias in each layer."""
-    if not (heads := config.get("index_n_heads")):
-        return 0
-    width, hidden = config["index_head_dim"], config["hidden_size"]
-    layer = config["q_lora_rank"] * heads * width + hidden * (width + heads) + 2 * width
-    return int(config["num_hidden_layers"] * layer)
 
 
 def _router(config: Mapping[str, Any], experts: Experts) -> int:

@@ -6,8 +6,10 @@ All parts of a `Catalog` share one.
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +28,34 @@ SILENT_S, SILENT_MOST_S = 0.5, 3.0
 # A server that takes no writes is an `InternalError`; what breaks a constraint or is no SQL is the caller's.
 WRITE_ERRORS = (OperationalError, InternalError, InterfaceError, PoolTimeout)
 Row = TypeVar("Row")
+Values = Mapping[str, Any] | None
+# Records a change within its transaction: an action, on what, and the values before and after.
+Record = Callable[[Connection, str, str, Values, Values], None]
+
+
+@dataclass(frozen=True)
+class Actor:
+    """Who changes something: the credential's owner, and the name that the caller gave besides."""
+
+    credential: str
+    on_behalf_of: str | None = None
+
+
+ACTING: ContextVar[Actor | None] = ContextVar("acting", default=None)
+
+
+@contextmanager
+def acting(credential: str, on_behalf_of: str | None = None) -> Iterator[None]:
+    """Have changes of this block, in this thread or task, be made by a credential's owner."""
+    token = ACTING.set(Actor(credential, on_behalf_of))
+    try:
+        yield
+    finally:
+        ACTING.reset(token)
+
+
+def unrecorded(connection: Connection, action: str, subject: str, before: Values, after: Values) -> None:
+    """Record nothing of a change."""
 
 
 def schema_fault(label: str, found: str) -> str:
@@ -42,10 +72,12 @@ def schema_fault(label: str, found: str) -> str:
 class Access:
     """One open database: connections, transactions and dialect. Thread-safe.
 
-    `single` runs one query outside of a transaction, `moment` several on the same snapshot.
+    `single` runs one query outside of a transaction, `moment` several on the same snapshot. Each change
+    that people answer for is given to `record`.
     """
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, record: Record = unrecorded):
+        self.record = record
         address = databases.database(url)
         self.label = str(address.database if databases.sqlite_path(url) else address.render_as_string())
         self.is_sqlite = address.get_backend_name() == "sqlite"

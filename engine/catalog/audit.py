@@ -8,10 +8,8 @@ the whole chain, so keep the last hash elsewhere: `graftwork audit verify --expe
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from getpass import getuser
 from itertools import count
@@ -20,7 +18,7 @@ from typing import Any
 from sqlalchemy import Connection, select, text
 
 from engine.catalog import tables
-from engine.catalog.access import Access
+from engine.catalog.access import ACTING, Access, Actor, Values
 from engine.catalog.records import AuditEntry
 from engine.errors import Conflict
 
@@ -33,40 +31,13 @@ LEFT_OUT = ("salt", "updated_at", "version")
 TEXTS = ("system", "few_shot")
 
 
-@dataclass(frozen=True)
-class Actor:
-    """Who changes something: the credential's owner, and the name that the caller gave besides."""
-
-    credential: str
-    on_behalf_of: str | None = None
-
-
-ACTING: ContextVar[Actor | None] = ContextVar("acting", default=None)
-
-
-@contextmanager
-def acting(credential: str, on_behalf_of: str | None = None) -> Iterator[None]:
-    """Record changes of this block, in this thread or task, as made by a credential's owner."""
-    token = ACTING.set(Actor(credential, on_behalf_of))
-    try:
-        yield
-    finally:
-        ACTING.reset(token)
-
-
 @cache
 def _process() -> Actor:
     """Return the actor of a process that nobody asked: the user of the operating system."""
     return Actor(f"os:{getuser()}")
 
 
-def record(
-    connection: Connection,
-    action: str,
-    subject: str,
-    before: Mapping[str, Any] | None = None,
-    after: Mapping[str, Any] | None = None,
-) -> None:
+def record(connection: Connection, action: str, subject: str, before: Values, after: Values) -> None:
     """Append an entry in a write transaction; of two rows only the columns that differ are kept."""
     actor = ACTING.get() or _process()
     if connection.dialect.name == "postgresql":
@@ -107,15 +78,10 @@ def _digest(value: Any) -> str:
 
 
 class Audit:
-    """The catalog's audit log; `catalog.audit`."""
+    """The audit log of an open catalog."""
 
     def __init__(self, access: Access):
         self._access = access
-
-    def note(self, action: str, subject: str, values: Mapping[str, Any]) -> None:
-        """Append an entry for a change outside the catalog."""
-        with self._access.write() as connection:
-            record(connection, action, subject, None, values)
 
     def page(self, after: int = 0, limit: int = PAGE) -> list[AuditEntry]:
         """Return entries by number; `after` is the last number of the page before."""

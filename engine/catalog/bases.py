@@ -9,7 +9,6 @@ from sqlalchemy import select
 from engine.base.text_files import changed_files, text_digest
 from engine.catalog import tables
 from engine.catalog.access import Access
-from engine.catalog.audit import record
 from engine.catalog.records import Base
 from engine.errors import BaseModelError, NotFound
 
@@ -43,7 +42,7 @@ class Bases:
                 if known:
                     refuse_changed(base.name, known[-1], base.texts[-1], accepted)
                     before, after = {"text_files": known[-1]}, {"text_files": base.texts[-1]}
-                    record(connection, "base.text", base.digest, before, after)
+                    self._access.record(connection, "base.text", base.digest, before, after)
                 connection.execute(update.values(texts=[*known, base.texts[-1]]))
 
     def register(self, base: "BaseInfo", accepted: str | None = None) -> None:

@@ -4,20 +4,19 @@ Safe for several processes at once: every change is one transaction; routes and 
 compare-and-swap.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from filelock import FileLock
 from sqlalchemy import Connection, extract, func, select
 from sqlalchemy.exc import OperationalError
 
 from engine.catalog import tables
-from engine.catalog.access import Access, schema_fault
+from engine.catalog.access import Access, Record, schema_fault, unrecorded
 from engine.catalog.aliases import Aliases
-from engine.catalog.audit import Audit
 from engine.catalog.bases import Bases
 from engine.catalog.batches import Batches
 from engine.catalog.changes import Changes
@@ -51,9 +50,9 @@ from engine.catalog.replicas import Replicas
 from engine.catalog.revision_rows import RevisionRows
 from engine.catalog.revisions import Revisions
 from engine.catalog.routes import Routes
-from engine.catalog.suggestions import Suggestions
 from engine.catalog.switches import Switches
 from engine.catalog.tinker import TinkerIndex
+from engine.catalog.unknown_names import UnknownNames
 from engine.catalog.withheld import Quarantine, Tombstones
 from engine.errors import ConfigError, NotFound, ServiceError
 from engine.settings.params import Paths
@@ -73,7 +72,6 @@ __all__ = [
     "Tenant",
     "Tombstone",
     "migrate",
-    "open_catalog",
 ]
 
 
@@ -132,22 +130,12 @@ def upgrade(connection: Connection) -> None:
     command.upgrade(config, "head")
 
 
-def open_catalog(paths: Paths, migrated: bool = False) -> "Catalog":
-    """Open an installation's catalog; `migrated` creates it or migrates it to the newest schema first.
-
-    Raises what `Catalog` raises, and with `migrated` what `migrate` does.
-    """
-    if migrated:
-        migrate(paths.catalog_url)
-    return Catalog(paths.catalog_url)
-
-
 def text_digests(paths: Paths, base_digest: str) -> list[str]:
     """Return the text digests that a base had here, the one in force last; none where none is known yet.
 
     That is so without a catalog, too, and in one of a version before 0014.
     """
-    with suppress(NotFound, ConfigError), open_catalog(paths) as catalog:
+    with suppress(NotFound, ConfigError), Catalog(paths.catalog_url) as catalog:
         return catalog.bases.get(base_digest).text_digests
     return []
 
@@ -156,18 +144,19 @@ class Catalog:
     """One open catalog and its parts, all over one database; a context manager that closes it.
 
     Thread-safe; open one in each process. Raises `NotFound` when there is no database at `url`, and
-    `ConfigError` when it is not a catalog, or one of another schema.
+    `ConfigError` when it is not a catalog, or one of another schema. Each change that people answer for is
+    given to `record`; `unknown` makes the errors for names that are not there.
     """
 
-    def __init__(self, url: str):
-        self.access = access = Access(url)
+    def __init__(self, url: str, record: Record = unrecorded, unknown: type[UnknownNames] = UnknownNames):
+        self.access = access = Access(url, record)
         self.label = access.label
         rows = RevisionRows(access)
-        self.suggestions = suggestions = Suggestions(access)
+        names = unknown(access)
         # Bases, policies and revisions.
         self.bases = Bases(access)
-        self.policies = Policies(access, suggestions)
-        self.revisions = Revisions(access, rows, suggestions)
+        self.policies = Policies(access, names)
+        self.revisions = Revisions(access, rows, names)
         self.batches = Batches(access, rows)
         self.listing = Listing(access, rows)
         # Their bytes in the store.
@@ -189,7 +178,6 @@ class Catalog:
         self.switches = Switches(access)
         self.aliases = Aliases(access)
         self.notices = Notices(access)
-        self.audit = Audit(access)
         self.tinker = TinkerIndex(access)
 
     def __enter__(self) -> Self:
@@ -226,6 +214,11 @@ class Catalog:
         """Load the revisions into the page cache, where the database is a file."""
         if self.is_file:
             read_ahead(self.label)
+
+    def note(self, action: str, subject: str, values: Mapping[str, Any]) -> None:
+        """Have a change outside of the catalog recorded as its own are."""
+        with self.access.write() as connection:
+            self.access.record(connection, action, subject, None, values)
 
     def shorten_log(self) -> None:
         """Checkpoint and truncate the write-ahead log, where the database is a file."""

@@ -17,7 +17,6 @@ from sqlalchemy import Connection, func, select, update
 
 from engine.catalog import tables
 from engine.catalog.access import Access
-from engine.catalog.audit import record
 from engine.catalog.changes import tell
 from engine.catalog.records import OURS, TINKERS, Key, Policy, Tenant, hash_key, overlap
 from engine.clocks import SteadyClock
@@ -88,7 +87,7 @@ class Keys:
         plaintext, row = fresh(key)
         with self._access.write() as connection:
             self._add(connection, row)
-            record(connection, "key.create", row.id, None, shown(row))
+            self._access.record(connection, "key.create", row.id, None, shown(row))
         return plaintext
 
     def _add(self, connection: Connection, row: Key) -> None:
@@ -156,7 +155,9 @@ class Keys:
         )
         with self._access.write() as connection:
             if connection.execute(change.values(revoked_at=now)).rowcount:
-                record(connection, "key.revoke", found[0].id, {"revoked_at": None}, {"revoked_at": now})
+                self._access.record(
+                    connection, "key.revoke", found[0].id, {"revoked_at": None}, {"revoked_at": now}
+                )
             tell(connection, None)
         return found[0]
 
@@ -169,7 +170,7 @@ class Keys:
             ids = connection.execute(query).scalars().all()
             connection.execute(update(tables.keys).where(there).values(revoked_at=now))
             for key in ids:
-                record(connection, "key.revoke", key, {"revoked_at": None}, {"revoked_at": now})
+                self._access.record(connection, "key.revoke", key, {"revoked_at": None}, {"revoked_at": now})
             tell(connection, None)
         return len(ids)
 
@@ -186,7 +187,7 @@ class Keys:
                 ends = min(now + overlap_s, key.expires_at or math.inf)
                 old = update(tables.keys).where(tables.keys.c.hash == key.hash)
                 connection.execute(old.values(expires_at=ends))
-            record(
+            self._access.record(
                 connection,
                 "key.rotate",
                 row.id,
@@ -214,7 +215,7 @@ class Keys:
         with self._access.write() as connection:
             refuse_overlap(connection, changed)
             connection.execute(change.values(limits=changed.limits, policies=changed.policies))
-            record(connection, "key.limits", changed.id, shown(found[0]), shown(changed))
+            self._access.record(connection, "key.limits", changed.id, shown(found[0]), shown(changed))
             tell(connection, None)
         return changed
 
@@ -263,7 +264,7 @@ class Keys:
             before = Tenant(**found._mapping) if found else Tenant(name)
             row = replace(before, **changes)
             connection.execute(self._access.put(tables.tenants, row))
-            record(connection, action, name, asdict(before), asdict(row))
+            self._access.record(connection, action, name, asdict(before), asdict(row))
             tell(connection, None)
         return row
 

@@ -8,7 +8,6 @@ from sqlalchemy import Connection, Table, delete, select, tuple_, update
 
 from engine.catalog import tables
 from engine.catalog.access import Access
-from engine.catalog.audit import record
 from engine.catalog.changes import tell
 from engine.catalog.records import Revision
 from engine.catalog.revision_rows import COLUMNS, RevisionRows, key_of, table
@@ -48,7 +47,7 @@ class Lifecycle:
             change = update(tables.revisions).where(*key_of(policy, digest), table.retired_at.is_(None))
             if connection.execute(change.values(values)).rowcount:
                 tell(connection, policy)
-                record(connection, "revision.retire", f"{policy}@{digest}", None, values)
+                self._access.record(connection, "revision.retire", f"{policy}@{digest}", None, values)
         return self._found(policy, digest)
 
     def unretire(self, policy: str, digest: str, by: str, reason: str) -> Revision:
@@ -58,7 +57,7 @@ class Lifecycle:
             change = update(tables.revisions).where(*key_of(policy, digest), table.retired_at.is_not(None))
             if connection.execute(change.values(values)).rowcount:
                 tell(connection, policy)
-                record(connection, "revision.unretire", f"{policy}@{digest}", None, values)
+                self._access.record(connection, "revision.unretire", f"{policy}@{digest}", None, values)
         return self._found(policy, digest)
 
     def set_expiry(self, policy: str, digest: str, expires_at: float | None) -> None:

@@ -9,13 +9,12 @@ from sqlalchemy import Connection, func, select, update
 
 from engine.catalog import tables
 from engine.catalog.access import Access
-from engine.catalog.audit import record
 from engine.catalog.changes import tell
 from engine.catalog.keys import refuse_outside
 from engine.catalog.purges import refuse_purged_names
 from engine.catalog.records import Policy, Route
-from engine.catalog.suggestions import Suggestions
-from engine.errors import Conflict, NotFound
+from engine.catalog.unknown_names import UnknownNames
+from engine.errors import Conflict
 
 # Policies of one transaction, or of one query.
 POLICIES = 1_000
@@ -24,9 +23,9 @@ POLICIES = 1_000
 class Policies:
     """The catalog's policies; `catalog.policies`."""
 
-    def __init__(self, access: Access, suggestions: Suggestions):
+    def __init__(self, access: Access, names: UnknownNames):
         self._access = access
-        self._suggestions = suggestions
+        self._names = names
 
     def add(self, policy: Policy, again: bool = False) -> None:
         """Add a policy with an empty route, or update the config of one that we own.
@@ -55,7 +54,9 @@ class Policies:
                 raise Conflict(fault)
             if policy.name in known:
                 if before.config != policy.config:
-                    record(connection, "policy.change", policy.name, before.config, policy.config)
+                    self._access.record(
+                        connection, "policy.change", policy.name, before.config, policy.config
+                    )
                 mine = table.c.name == policy.name
                 connection.execute(update(table).where(mine).values(config=policy.config))
             else:
@@ -73,15 +74,13 @@ class Policies:
         # One entry a transaction: a million policies may be added at once.
         first, *others = new.values()
         about = {"base": first.base, "owner": first.owner, "others": [one.name for one in others]}
-        record(connection, "policy.add", first.name, None, first.config | about)
+        self._access.record(connection, "policy.add", first.name, None, first.config | about)
 
     def get(self, name: str) -> Policy:
-        """Return a policy; `NotFound`, with the nearest names, when there is none."""
+        """Return a policy; `NotFound` when there is none."""
         policy = self._access.one(Policy, select(tables.policies).where(tables.policies.c.name == name))
         if policy is None:
-            near = self._suggestions.policies(name)
-            known = ", ".join(near) or "none"
-            raise NotFound(f"There is no policy {name!r} in the catalog. Known policies: {known}.", near)
+            raise self._names.unknown(name)
         return policy
 
     def page(self, after: str = "", limit: int = 1000) -> list[Policy]:

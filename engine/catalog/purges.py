@@ -7,7 +7,6 @@ from sqlalchemy import Connection, bindparam, delete, select
 
 from engine.catalog import tables
 from engine.catalog.access import Access
-from engine.catalog.audit import record
 from engine.catalog.changes import tell
 from engine.errors import Conflict, Purged
 
@@ -43,7 +42,7 @@ class Purges:
                 stone = stone.on_conflict_do_nothing()
             connection.execute(stone)
             tell(connection, policy)
-            record(connection, "policy.purge", policy, None, mark | {"removed": removed})
+            self._access.record(connection, "policy.purge", policy, None, mark | {"removed": removed})
         return removed
 
     def run(self, policy: str, by: str, now: float) -> dict[str, int]:

@@ -12,7 +12,6 @@ from sqlalchemy.exc import IntegrityError
 
 from engine.catalog import tables
 from engine.catalog.access import Access
-from engine.catalog.audit import record
 from engine.catalog.changes import tell
 from engine.catalog.records import Release
 from engine.catalog.routes import refuse_missing, refuse_retired
@@ -37,7 +36,7 @@ class Releases:
                 refuse_missing(connection, release.policy, [release.revision])
                 connection.execute(tables.releases.insert().values(**vars(release)))
                 tell(connection, release.policy)
-                record(connection, "release.start", release.policy, None, _shown(vars(release)))
+                self._access.record(connection, "release.start", release.policy, None, _shown(vars(release)))
         except IntegrityError:
             raise Conflict(
                 f"Another release of {release.policy!r} is running. Wait for its verdict, or replace it "
@@ -81,7 +80,7 @@ class Releases:
                 tell(connection, row.policy)
                 before, after = (_shown(dict(one._mapping)) for one in (known or row, row))
                 if before != after:
-                    record(connection, "release.change", row.policy, before, after)
+                    self._access.record(connection, "release.change", row.policy, before, after)
         if row is None:
             raise Conflict(f"Release {id} has changed since version {expected_version}.")
         return Release(**row._mapping)

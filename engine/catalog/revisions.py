@@ -27,7 +27,7 @@ from engine.catalog.revision_rows import (
     table,
     words,
 )
-from engine.catalog.suggestions import Suggestions
+from engine.catalog.unknown_names import UnknownNames
 from engine.catalog.withheld import lift_quarantine
 from engine.errors import Moved
 from engine.settings.params import served_name
@@ -38,17 +38,17 @@ LAST_ID = (1 << 31) - 1
 class Revisions:
     """The catalog's revisions; `catalog.revisions`."""
 
-    def __init__(self, access: Access, rows: RevisionRows, suggestions: Suggestions):
+    def __init__(self, access: Access, rows: RevisionRows, names: UnknownNames):
         self._access = access
         self._rows = rows
-        # What `get` returns, or None where that would look for the nearest names, for milliseconds.
+        # What `get` returns, or None where that would make an error, which may take milliseconds.
         self.match = rows.match
         # The revision with this whole digest; None when there is none.
         self.find = rows.find
-        self._suggestions = suggestions
-        mark, names = access.mark, ", ".join(f'"{column.name}"' for column in COLUMNS)
+        self._unknown = names
+        mark, columns = access.mark, ", ".join(f'"{column.name}"' for column in COLUMNS)
         values = ", ".join([mark] * len(COLUMNS))
-        self._add = f"INSERT INTO revisions ({names}) VALUES ({values}) ON CONFLICT DO NOTHING"
+        self._add = f"INSERT INTO revisions ({columns}) VALUES ({values}) ON CONFLICT DO NOTHING"
 
     def add_many(self, rows: Sequence[Revision], shared: Collection[str] = ()) -> list[bool]:
         """Publish revisions, whose bytes are in the store, in one transaction; return which are new.
@@ -74,11 +74,11 @@ class Revisions:
     def get(self, policy: str, digest_prefix: str) -> Revision:
         """Return the one revision whose digest starts with this prefix.
 
-        Raises `NotFound` with the nearest names, or `Ambiguous` with the candidates when there are several.
+        Raises `NotFound`, or `Ambiguous` with the candidates when there are several.
         """
         found = self.match(policy, digest_prefix)
         if found is None:
-            raise self._suggestions.missing(policy, digest_prefix)
+            raise self._unknown.missing(policy, digest_prefix)
         return found
 
     def page(

@@ -7,7 +7,6 @@ from sqlalchemy import ColumnElement, Connection, and_, or_, select, update
 
 from engine.catalog import tables
 from engine.catalog.access import Access
-from engine.catalog.audit import record
 from engine.catalog.changes import tell
 from engine.catalog.records import Release, Route
 from engine.catalog.revision_rows import blob
@@ -89,7 +88,7 @@ class Routes:
             if not connection.execute(change.values(**values)).rowcount:
                 raise Conflict(f"The route of {route.policy!r} has changed since version {expected_version}.")
             tell(connection, route.policy)
-            record(connection, "route.change", route.policy, before, values)
+            self._access.record(connection, "route.change", route.policy, before, values)
         return Route(**values)
 
 

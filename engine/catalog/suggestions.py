@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from sqlalchemy import or_, select, true
 
 from engine.catalog import tables
-from engine.catalog.access import Access
 from engine.catalog.revision_rows import HEX, prefix_range
 from engine.catalog.routes import covered
+from engine.catalog.unknown_names import UnknownNames
 from engine.errors import NotFound
-from engine.settings.params import DIGEST12, served_name
+from engine.settings.params import served_name
 
 NEAREST = 5
 # Digits that a similar digest shares, letters of a name to start with, rows read at most.
@@ -23,11 +23,14 @@ ALIKE = 24
 NEWEST = 100
 
 
-class Suggestions:
-    """The catalog's suggestions for names that it cannot resolve; `catalog.suggestions`."""
+class Suggestions(UnknownNames):
+    """Errors that suggest similar names of an open catalog."""
 
-    def __init__(self, access: Access):
-        self._access = access
+    def unknown(self, policy: str) -> NotFound:
+        """Return the error for an unknown policy, with up to 5 similar ones."""
+        near = self.policies(policy)
+        known = ", ".join(near) or "none"
+        return NotFound(f"{super().unknown(policy)} Known policies: {known}.", near)
 
     def missing(self, policy: str, digest_prefix: str, patterns: Sequence[str] = ()) -> NotFound:
         """Return the error for an unknown revision, with up to 5 similar names that `patterns` cover."""
@@ -36,8 +39,8 @@ class Suggestions:
         if not nearest and self._knows(policy):
             return NotFound(f"Policy {policy!r} has no revisions in the catalog.")
         near = nearest or self.policies(policy, patterns)
-        what = f"Policy {policy!r} has no revision {digest_prefix[:DIGEST12]!r} in the catalog."
-        return NotFound(f"{what} Nearest: {', '.join(near)}." if near else what, near)
+        what = super().missing(policy, digest_prefix)
+        return NotFound(f"{what} Nearest: {', '.join(near)}." if near else str(what), near)
 
     def policies(self, name: str, patterns: Sequence[str] = ()) -> list[str]:
         """Return up to 5 policies with names similar to this one, the closest first.

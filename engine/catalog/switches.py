@@ -4,7 +4,6 @@ from sqlalchemy import select
 
 from engine.catalog import tables
 from engine.catalog.access import Access
-from engine.catalog.audit import record
 
 
 class Switches:
@@ -23,5 +22,5 @@ class Switches:
         """Turn a switch on or off."""
         row = self._access.insert(tables.switches).values(name=name, on=on)
         with self._access.write() as connection:
-            record(connection, "switch.set", name, {"on": not on}, {"on": on})
+            self._access.record(connection, "switch.set", name, {"on": not on}, {"on": on})
             connection.execute(row.on_conflict_do_update(index_elements=["name"], set_={"on": on}))

@@ -12,7 +12,6 @@ from sqlalchemy import Connection, bindparam, delete, select, update
 
 from engine.catalog import tables
 from engine.catalog.access import Access
-from engine.catalog.audit import record
 from engine.catalog.changes import tell
 from engine.catalog.records import Tombstone
 from engine.errors import Conflict, NotFound
@@ -39,7 +38,7 @@ class Tombstones:
             new = self._access.new(tables.tombstones, stone).returning(tables.tombstones.c.id)
             if connection.execute(new).first():
                 tell(connection, policy)
-                record(connection, "tombstone.write", f"{policy}@{digest}", None, vars(stone))
+                self._access.record(connection, "tombstone.write", f"{policy}@{digest}", None, vars(stone))
         return self.find(policy, digest) or stone
 
     def lift(self, policy: str, digest: str, by: str, reason: str) -> Tombstone:
@@ -53,7 +52,7 @@ class Tombstones:
             row = connection.execute(change.values(**values).returning(*COLUMNS)).one_or_none()
             if row:
                 tell(connection, policy)
-                record(connection, "tombstone.lift", f"{policy}@{digest}", None, values)
+                self._access.record(connection, "tombstone.lift", f"{policy}@{digest}", None, values)
         if row is None:
             raise NotFound(f"Revision {digest[:12]} of {policy!r} has no tombstone.")
         return Tombstone(**row._mapping)

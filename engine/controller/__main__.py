@@ -14,8 +14,9 @@ from fastapi import FastAPI
 from engine.backup.age import BackupAge
 from engine.backup.ledger_archive import Archiver
 from engine.backup.place import BackupPlace
-from engine.catalog.catalog import Catalog, migrate, open_catalog
+from engine.catalog.catalog import Catalog, migrate
 from engine.catalog.fleet import Fleet
+from engine.catalog.opening import open_catalog
 from engine.clients.http import connect
 from engine.clients.prefect import PrefectLogin
 from engine.controller.admission import WEBHOOK

@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.catalog.audit import ACTING, Actor, acting
+from engine.catalog.access import ACTING, Actor, acting
 from engine.catalog.catalog import Catalog
 from engine.catalog.keys import LOCAL
 from engine.errors import ConfigError, GraftworkError, Unauthorized

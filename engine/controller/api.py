@@ -233,7 +233,7 @@ def _add_decisions(app: FastAPI, controller: Controller) -> None:
         by, catalog = key.named(body.by), controller.catalog
         names = [name for one in catalog.keys.all() if one.owner == body.tenant for name in one.names]
         removed = controller.files.erase(names)
-        catalog.audit.note("tenant.erase", body.tenant, {"by": by, "removed": removed})
+        catalog.note("tenant.erase", body.tenant, {"by": by, "removed": removed})
         return removed
 
     @app.post("/ledger")

@@ -20,8 +20,9 @@ from typing import TypeVar
 import duckdb
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from engine.catalog.audit import acting
-from engine.catalog.catalog import Catalog, Release, open_catalog
+from engine.catalog.access import acting
+from engine.catalog.catalog import Catalog, Release
+from engine.catalog.opening import open_catalog
 from engine.controller.advance import Evidence, advance
 from engine.controller.apply import Applier, OnEnd
 from engine.controller.evidence import EvidenceReader

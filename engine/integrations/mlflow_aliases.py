@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from engine.catalog.audit import acting
+from engine.catalog.access import acting
 from engine.catalog.catalog import AliasNote, Catalog, Route
 from engine.controller.release_decisions import ReleaseDecisions
 from engine.errors import GraftworkError

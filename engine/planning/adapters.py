@@ -7,7 +7,7 @@ once.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 from engine.adapters.sizes import packed_blocks, slot_bytes, uncut_reason
 from engine.base.families import DROPPED_ON_CUDA, BaseShapes
@@ -23,6 +23,7 @@ from engine.planning.memory import (
     gib,
     print_plan,
 )
+from engine.planning.tiers import slot_rank
 from engine.settings.services import EngineConfig
 from engine.store.segments import PAGE_ALIGNED_FROM
 
@@ -140,21 +141,6 @@ def _refuse_unless_it_fits(found: AdapterPlan) -> None:
         f"most of it for the {WHAT[found.largest]} ({gib(found.parts[found.largest])}). Lower --slots or "
         "--rank, or use more devices or devices with more memory."
     )
-
-
-def slot_rank(rank: int, fused_experts: bool = False) -> int:
-    """Return the smallest slot rank that holds this rank; `ConfigError` when none does.
-
-    Fused experts hold gate and up as one factor of twice the rank (`slots.FusedGateUp`).
-    """
-    served = get_args(EngineConfig.model_fields["max_rank"].annotation)
-    needed = 2 * rank if fused_experts else rank
-    if not 0 < needed <= max(served):
-        twice = f", which needs {needed} in its fused experts" if fused_experts else ""
-        raise ConfigError(
-            f"No engine serves rank {rank}{twice}; the largest is {max(served)}. Lower the rank."
-        )
-    return int(min(one for one in served if one >= needed))
 
 
 def _plan(config: Mapping[str, Any], shape: Shape, engine: EngineConfig, wanted: Wanted) -> AdapterPlan:

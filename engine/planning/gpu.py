@@ -8,7 +8,7 @@ from collections.abc import Collection
 from importlib.metadata import version
 from typing import Any
 
-from engine.base.families import CUDA_ONLY
+from engine.base.families import attention_of
 from engine.base.resident import base_config
 from engine.errors import ConfigError
 from engine.planning.host import refuse_unless_memory
@@ -61,7 +61,7 @@ def refuse_unless_room(params: Params, services: Collection[str]) -> None:
 
 def refuse_unless_served(params: Params) -> None:
     """Raise `ConfigError` when vLLM cannot serve the base on this machine; checked before any build."""
-    reason = CUDA_ONLY.get(base_config(params.base, params.paths).get("model_type", ""))
+    reason = attention_of(base_config(params.base, params.paths)).cuda_only
     if reason and cuda_bytes() is None:
         raise ConfigError(
             f"The base {params.base.name!r} cannot be served on a CPU: {reason}. Serve it on a machine with "

@@ -4,11 +4,13 @@ On a CPU both follow from the machine's memory. On a GPU slots are a part of its
 """
 
 from pathlib import Path
+from typing import get_args
 
 import psutil
 
 from engine.adapters.sizes import slot_bytes
 from engine.base.families import BaseShapes
+from engine.errors import ConfigError
 from engine.planning.memory import DTYPE_BYTES
 from engine.settings.services import MOST_SLOTS, EngineConfig
 
@@ -39,3 +41,18 @@ def cpu_slots(engine: EngineConfig, shapes: BaseShapes) -> int:
 def host_tier_bytes(engine: EngineConfig) -> int:
     """Return the budget of the host tier: as set, or a share of the memory."""
     return engine.host_bytes or int(HOST_SHARE * memory_bytes())
+
+
+def slot_rank(rank: int, fused_experts: bool = False) -> int:
+    """Return the smallest slot rank that holds this rank; `ConfigError` when none does.
+
+    Fused experts hold gate and up as one factor of twice the rank (`slots.FusedGateUp`).
+    """
+    served = get_args(EngineConfig.model_fields["max_rank"].annotation)
+    needed = 2 * rank if fused_experts else rank
+    if not 0 < needed <= max(served):
+        twice = f", which needs {needed} in its fused experts" if fused_experts else ""
+        raise ConfigError(
+            f"No engine serves rank {rank}{twice}; the largest is {max(served)}. Lower the rank."
+        )
+    return int(min(one for one in served if one >= needed))

@@ -26,10 +26,11 @@ from engine.adapters.revision import (
 )
 from engine.base.families import DROPPED_ON_CUDA, BaseShapes
 from engine.base.resident import ensure_base
-from engine.catalog.catalog import Catalog, Policy, Revision, open_catalog, text_digests
+from engine.catalog.catalog import Catalog, Policy, Revision, text_digests
+from engine.catalog.opening import open_catalog
 from engine.errors import AdapterError, BaseModelError, NotFound
-from engine.planning.adapters import slot_rank
 from engine.planning.gpu import cuda_bytes
+from engine.planning.tiers import slot_rank
 from engine.publishing.publish import publish, put, stored_tensors
 from engine.quality.probe import from_json
 from engine.settings.params import POLICY_NAME, Params

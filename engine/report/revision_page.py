@@ -11,7 +11,7 @@ from typing import Any
 import duckdb
 
 from engine.adapters.manifests import named_base, stored_manifest
-from engine.catalog.catalog import open_catalog
+from engine.catalog.opening import open_catalog
 from engine.ledger.ledger import open_snapshot
 from engine.ledger.queries import latest_scores, named_rows
 from engine.quality.estimate import Difference, interval, paired_difference

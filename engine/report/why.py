@@ -12,7 +12,8 @@ from typing import Any
 import duckdb
 
 from engine.adapters.manifests import stored_manifest
-from engine.catalog.catalog import Catalog, Revision, open_catalog
+from engine.catalog.catalog import Catalog, Revision
+from engine.catalog.opening import open_catalog
 from engine.errors import Conflict, NotFound
 from engine.ledger.ledger import open_ledger
 from engine.ledger.queries import named_rows

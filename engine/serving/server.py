@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.base.families import BaseShapes
+from engine.base.families import BaseShapes, attention_of
 from engine.errors import ConfigError
 from engine.logs import set_up, write_configuration
 from engine.planning.host import CPU_BLOCK, kv_cache_bytes, takes_all_cores
@@ -54,7 +54,7 @@ def main() -> None:
         preload_libgomp()
 
     from engine.base.resident import ensure_base
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
 
     refuse_unless_served(params)
     plan = planned(params)
@@ -225,9 +225,9 @@ def graph_arguments(plan: "MemoryPlan | None") -> list[str]:
 
 
 def attention_arguments(base: "BaseInfo", plan: "MemoryPlan | None") -> list[str]:
-    """Force the plain CPU backend for latent attention: the AMX backend drops adapters on `kv_b_proj`."""
-    is_latent = model_config(base.path).get("kv_lora_rank")
-    return ["--attention-backend", "CPU_MLA"] if plan is None and is_latent else []
+    """Name the backend on a CPU, where the base's attention needs another one than vLLM would take."""
+    backend = attention_of(model_config(base.path)).cpu_backend
+    return ["--attention-backend", backend] if plan is None and backend else []
 
 
 def model_config(path: Path) -> dict[str, Any]:
@@ -284,8 +284,7 @@ def memory_arguments(config: EngineConfig, base: Path, plan: "MemoryPlan | None"
     """
     if plan is None:
         shape = model_config(base)
-        # vLLM's latent attention on a CPU has blocks of its own.
-        blocks = [] if shape.get("kv_lora_rank") else ["--block-size", str(CPU_BLOCK)]
+        blocks = [] if attention_of(shape).cpu_backend else ["--block-size", str(CPU_BLOCK)]
         return ["--kv-cache-memory-bytes", str(kv_cache_bytes(shape, config)), *blocks]
     return [
         "--kv-cache-memory-bytes", str(plan.engine_kv_cache),

@@ -23,7 +23,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
-from engine.catalog.catalog import Key, open_catalog
+from engine.catalog.catalog import Key
+from engine.catalog.opening import open_catalog
 from engine.catalog.records import TinkerCheckpoint, TinkerModel
 from engine.errors import Busy, ConfigError, GraftworkError, NotFound
 from engine.logs import set_up

@@ -50,7 +50,7 @@ def line_of(paths: Paths, policy: str, config: PolicyConfig, targets: Sequence[s
 
 def _standing(paths: Paths, policy: str) -> tuple[str | None, int]:
     """Return the champion and the number of releases that failed against it."""
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
 
     with open_catalog(paths) as catalog:
         try:

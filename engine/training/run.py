@@ -12,7 +12,7 @@ from typing import Any
 from engine.base.families import BaseShapes
 from engine.base.prompts import tokenizer_of
 from engine.base.resident import ensure_base
-from engine.catalog.catalog import open_catalog
+from engine.catalog.opening import open_catalog
 from engine.errors import ConfigError, NotFound
 from engine.ledger.sender import open_spool
 from engine.ledger.spool import Spool

@@ -11,8 +11,9 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Self
 
-from engine.catalog.catalog import Catalog, open_catalog
+from engine.catalog.catalog import Catalog
 from engine.catalog.fleet import Fleet
+from engine.catalog.opening import open_catalog
 from engine.errors import GraftworkError, ServiceError
 from engine.settings.params import Paths
 from engine.threads import background

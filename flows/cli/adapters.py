@@ -49,7 +49,7 @@ def ls(
     Rows are read and printed page by page, so memory does not grow with the catalog.
     """
     settings = enter(params)
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
     from tasks import adapters
 
     with open_catalog(settings.paths) as catalog:
@@ -114,7 +114,7 @@ def _table_line(name: str, state: str, step: Any, rank: Any, size: str, owner: s
 def show(name: Name, as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     """Show everything that the catalog records about a revision."""
     settings = enter(params)
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
     from tasks import adapters
 
     with open_catalog(settings.paths) as catalog:
@@ -130,7 +130,7 @@ def show(name: Name, as_json: Json = False, params: ParamsFile = PARAMS) -> None
 def lineage(name: Name, as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     """Show a revision's ancestors and descendants as a tree."""
     settings = enter(params)
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
     from tasks import adapters
 
     with open_catalog(settings.paths) as catalog:
@@ -226,7 +226,7 @@ def export(
     An existing path is refused, never overwritten.
     """
     settings = enter(params)
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
     from tasks import adapters
 
     with open_catalog(settings.paths) as catalog:
@@ -247,7 +247,7 @@ def retire(
     """Stop serving a revision, except for scoring. Its bytes stay in the store."""
     settings = enter(params)
     _require(reason)
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
     from tasks import adapters
 
     with open_catalog(settings.paths) as catalog:
@@ -271,7 +271,7 @@ def unretire(
     """Serve a retired revision again."""
     settings = enter(params)
     _require(reason)
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
     from tasks import adapters
 
     with open_catalog(settings.paths) as catalog:
@@ -299,7 +299,7 @@ def expire(
     A revision that a route or a release names at that time is kept.
     """
     settings = enter(params)
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
     from tasks import adapters
 
     at = adapters.expiry(after, never, time.time())

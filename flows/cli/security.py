@@ -87,8 +87,10 @@ def doctor(
 @audit_app.command("ls")
 def audit_ls(limit: Limit = 20, as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     """List who changed what: routes, releases, tombstones, policies, purges, switches."""
+    from engine.catalog.audit import Audit
+
     with catalog(params) as index:
-        entries = index.audit.newest(limit)
+        entries = Audit(index.access).newest(limit)
     if as_json:
         return print_json([asdict(entry) for entry in entries])
     from engine.report.why import moment
@@ -116,6 +118,8 @@ def audit_verify(
     number, _, digest = (expect or "").partition(":")
     if expect and not (number.isdecimal() and digest):
         raise ConfigError(f"{expect!r} is no entry. Write ID:HASH, as `graftwork audit verify` prints it.")
+    from engine.catalog.audit import Audit
+
     with catalog(params) as index:
-        last, found = index.audit.verify((int(number), digest) if expect else None)
+        last, found = Audit(index.access).verify((int(number), digest) if expect else None)
     typer.echo(f"{last} entries, each with its hash. Keep the last one elsewhere: {last}:{found}")

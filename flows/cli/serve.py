@@ -39,7 +39,7 @@ def serve(
         raise ConfigError(
             f"{revision!r} names no revision. Write DIGEST or POLICY@DIGEST, with at least 6 hex digits."
         )
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
     from flows.display import base_builder, print_service
     from tasks.serve import bring, prove
 

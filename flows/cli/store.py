@@ -78,7 +78,7 @@ def repack(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
 def _run(params: ParamsFile, as_json: bool, operation: Callable[..., "Report"], **options: Any) -> None:
     """Run an operation and print its report; raise `AdapterError` for damaged or unreadable revisions."""
     settings = enter(params)
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
     from engine.store.open import open_store
 
     began, paths = time.monotonic(), settings.paths

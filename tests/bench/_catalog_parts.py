@@ -87,10 +87,11 @@ def register(
 
 def catalog_of(url: str, config: str, base_digest: str, policies: int, now: float) -> tuple[Any, float]:
     """Return a new catalog with a base and so many policies, and how many seconds these took."""
-    from engine.catalog.catalog import Base, Catalog, Policy, migrate
+    from engine.catalog.catalog import Base, Policy, migrate
+    from engine.catalog.opening import whole_catalog
 
     migrate(url)
-    catalog = Catalog(url)
+    catalog = whole_catalog(url)
     catalog.bases.add(Base(base_digest, "bench", config, now))
     began = time.perf_counter()
     catalog.policies.add_many(Policy(f"bulk-{i}", base_digest, {}, "bench", now) for i in range(policies))
@@ -141,11 +142,11 @@ def resolve(url: str, base_digest: str, names: list[str], rounds: int, spawned: 
     In SQLite each name is also read by the driver alone, half a round later.
     """
     began = time.time()
-    from engine.catalog.catalog import Catalog
+    from engine.catalog.opening import whole_catalog
     from engine.serving.gateway.routing import Router
 
     imported = time.time()
-    catalog = Catalog(url)
+    catalog = whole_catalog(url)
     Router(catalog, "bench", base_digest).resolve(names[0], "unit")
     first = time.time()
     # As a gateway does while it starts.

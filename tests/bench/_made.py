@@ -20,7 +20,8 @@ from engine.adapters import packed
 from engine.adapters.layouts import PLAIN
 from engine.base.families import BaseShapes
 from engine.base.resident import BaseInfo, base_config
-from engine.catalog.catalog import Catalog, Policy, Revision
+from engine.catalog.catalog import Policy, Revision
+from engine.catalog.opening import whole_catalog
 from engine.settings.params import Params, served_name
 from engine.store.open import open_store
 from engine.store.segments import Location
@@ -83,7 +84,7 @@ class Maker:
         self._numbers = itertools.count(first)
         self.segments: list[Path] = []
         self.newest: list[Path] = []
-        self._catalog = Catalog(params.paths.catalog_url)
+        self._catalog = whole_catalog(params.paths.catalog_url)
         self._catalog.policies.add(Policy(policy, base.digest, {}, "bench", time.time()))
         self._catalog.layouts.add(self._layout.digest, self._layout.to_json())
 

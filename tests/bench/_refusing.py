@@ -23,13 +23,14 @@ async def bare(scope: Any, receive: Any, send: Any) -> None:
 
 
 def gateway(state: Path) -> Any:
-    from engine.catalog.catalog import Catalog
+    from engine.catalog.opening import whole_catalog
     from engine.serving.gateway.gateway import Gateway
     from engine.serving.gateway.routing import Router
+    from engine.serving.gateway.suggesting import Suggester
     from engine.settings.params import Paths
     from engine.settings.services import GatewayConfig
 
-    router = Router(Catalog(Paths(state).catalog_url), "tiny", "base")
+    router = Router(whole_catalog(Paths(state).catalog_url), "tiny", "base", suggest=Suggester)
     holder = SimpleNamespace(
         state=SimpleNamespace(graftwork=SimpleNamespace(router=router, settings=GatewayConfig()))
     )

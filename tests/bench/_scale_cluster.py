@@ -27,6 +27,7 @@ from s3fs import S3FileSystem
 
 from engine.base.resident import BaseInfo, ensure_base
 from engine.catalog.catalog import Catalog, migrate
+from engine.catalog.opening import whole_catalog
 from engine.clients.controller import ControllerClient
 from engine.ledger.ledger import open_snapshot
 from engine.security.credentials import credential
@@ -260,7 +261,7 @@ def cluster(given: Params, beside: Path) -> Iterator[Cluster]:
             host.start(wait=False)
         for host in (controller, *engines):
             wait_for(host.is_healthy, host.name, START_S)
-        catalog = stack.enter_context(Catalog(postgres_url))
+        catalog = stack.enter_context(whole_catalog(postgres_url))
         key = catalog.keys.ensure_local(home.paths.local_key)
         client = stack.enter_context(ControllerClient(controller.url, key))
         for host in engines:

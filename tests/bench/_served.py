@@ -18,7 +18,7 @@ from _traffic import Server
 
 from engine.base.families import BaseShapes
 from engine.base.resident import BaseInfo, ensure_base
-from engine.catalog.catalog import Catalog
+from engine.catalog.opening import whole_catalog
 from engine.services import lifecycle as services
 from engine.serving.server import lora_targets
 from engine.settings.params import Params
@@ -86,7 +86,7 @@ def live(
             built.append(ensure_base(params.base, params.paths))
 
         with services.session(params, build, told, ("engine",)):
-            catalog = Catalog(params.paths.catalog_url)
+            catalog = whole_catalog(params.paths.catalog_url)
             key = catalog.keys.ensure_local(params.paths.local_key)
             catalog.close()
             roots = tuple(state.pid for state in services.status(params) if state.pid)

@@ -59,12 +59,12 @@ class Bench:
     """Live services on one base, and the rounds that are run on them."""
 
     def __init__(self, params: Params, steps: int):
-        from engine.catalog.catalog import Catalog
+        from engine.catalog.opening import whole_catalog
 
         self.params, self.steps = params, steps
         fitting = fitting_settings(base_config(params.base, params.paths))
         self.asked = [fitting | asked for asked in asked_of(params.base.name)]
-        catalog = Catalog(params.paths.catalog_url)
+        catalog = whole_catalog(params.paths.catalog_url)
         self.key = catalog.keys.ensure_local(params.paths.local_key)
         catalog.close()
         states = services.status(params)

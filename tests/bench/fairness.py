@@ -16,7 +16,7 @@ from _run import Run, options, start
 from _served import live
 from gateway import Side, body, session
 
-from engine.catalog.catalog import Catalog
+from engine.catalog.opening import whole_catalog
 from engine.settings.params import load_params
 
 BOUNDS = {"b_ttft_p95_ratio": record.at_most(1.2), "b_throughput_ratio": record.at_least()}
@@ -72,7 +72,7 @@ def main() -> None:
         if run.is_interrupted:
             break
         with run.preparing(), live(params, base, params.paths.root, max_num_seqs=SEQUENCES) as ours:
-            catalog = Catalog(ours.params.paths.catalog_url)
+            catalog = whole_catalog(ours.params.paths.catalog_url)
             keys = [catalog.keys.create(tenant, "user", [f"{tenant}-*"]) for tenant in ("a", "b")]
             catalog.close()
             a, b = (Side(ours.server.url, [key], ours.roots[0], ours.base.name) for key in keys)

@@ -30,7 +30,8 @@ from _gateway_loop import measure
 from _run import Run, options, start
 from _served import SHAPES, START_S, Live, live
 
-from engine.catalog.catalog import Catalog, migrate
+from engine.catalog.catalog import migrate
+from engine.catalog.opening import whole_catalog
 from engine.settings.params import Paths, load_params
 from tests.helpers.live import free_port, start_reaped, stop_reaped
 
@@ -113,7 +114,7 @@ def session(url: str) -> aiohttp.ClientSession:
 
 
 def make_keys(state: Path, count: int) -> list[str]:
-    catalog = Catalog(Paths(state).catalog_url)
+    catalog = whole_catalog(Paths(state).catalog_url)
     keys = [catalog.keys.create(f"tenant-{number}", "user", limits=LIMITS) for number in range(count)]
     catalog.close()
     return keys
@@ -254,7 +255,7 @@ def with_bad_keys(ours: Side, elsewhere: str, each: int, number: int) -> dict[st
 
 async def revoked_s(state: Path, url: str) -> float:
     """Return the seconds from a key's revocation to the first refusal, asked all the time."""
-    catalog = Catalog(Paths(state).catalog_url)
+    catalog = whole_catalog(Paths(state).catalog_url)
     key = catalog.keys.create("leaver", "user")
     async with session(url) as asking:
 

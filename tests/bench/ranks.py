@@ -26,7 +26,7 @@ from _run import Run, options, start
 
 from engine.base.fitting import fitted_policy
 from engine.base.recipes import PACKAGED
-from engine.catalog.catalog import open_catalog
+from engine.catalog.opening import open_catalog
 from engine.settings.params import Params, load_params
 from engine.threads import in_parallel
 

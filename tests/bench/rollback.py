@@ -30,6 +30,7 @@ from _rollback_users import Asked, Users
 from _run import Run, options, start
 
 from engine.catalog.catalog import Catalog
+from engine.catalog.opening import whole_catalog
 from engine.clients.controller import ControllerClient
 from engine.clients.http import ServiceClient
 from engine.integrations.mlflow_registry import API, DIGEST_TAG, Registry, open_registry
@@ -75,7 +76,7 @@ def register(params: Params, names: Sequence[str]) -> None:
     """Register the policy and its revisions in MLflow; return once its alias `champion` follows the route."""
     login = httpx.BasicAuth(USER, known_credential(params.paths, "mlflow"))
     url = params.url("mlflow")
-    with Catalog(params.paths.catalog_url) as catalog, httpx.Client(base_url=url, auth=login) as client:
+    with whole_catalog(params.paths.catalog_url) as catalog, httpx.Client(base_url=url, auth=login) as client:
         client.post(f"{API}/registered-models/create", json={"name": POLICY}).raise_for_status()
         for name in names:
             digest = catalog.revisions.get(POLICY, name.partition("@")[2]).digest
@@ -113,7 +114,7 @@ def site(given: Params, url: str | None, count: int, out: Path) -> Iterator[tupl
         shape = _served.SHAPES[BASE]
         with closing(_made.Maker(first.params, first.base, POLICY, shape.rank, shape.torch_dtype)) as maker:
             champion, *others = maker.make(1 + count)
-        catalog = stack.enter_context(Catalog(first.params.paths.catalog_url))
+        catalog = stack.enter_context(whole_catalog(first.params.paths.catalog_url))
         digest = catalog.revisions.get(POLICY, champion.partition("@")[2]).digest
         catalog.routes.update(replace(catalog.routes.get(POLICY), champion=digest), 0)
         stack.enter_context(running(first.params, ("controller",)))

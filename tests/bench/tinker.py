@@ -28,8 +28,8 @@ import _record as record
 from _run import Run, options, start
 
 from engine.base.resident import ensure_base
-from engine.catalog.catalog import Catalog
 from engine.catalog.keys import as_tinkers
+from engine.catalog.opening import whole_catalog
 from engine.clients.engine import EngineClient
 from engine.process_reaper import die_with_parent
 from engine.services import lifecycle as services
@@ -186,7 +186,7 @@ def live(given: Params, base: str) -> Iterator[Bench]:
         build = partial(ensure_base, params.base, params.paths)
         with services.session(params, build, told, ("engine", "trainer", "tinker")):
             (Path(root) / base).symlink_to(build().path)
-            with Catalog(params.paths.catalog_url) as catalog:
+            with whole_catalog(params.paths.catalog_url) as catalog:
                 local = catalog.keys.ensure_local(params.paths.local_key)
                 key = as_tinkers(catalog.keys.create("client", "tinker"))
             yield Bench(params, key, local, Path(root))

@@ -266,9 +266,9 @@ def figures_of(pair: Mapping[str, Run]) -> dict[str, float]:
 
 
 def local_key(params: Params) -> str:
-    from engine.catalog.catalog import Catalog
+    from engine.catalog.opening import whole_catalog
 
-    catalog = Catalog(params.paths.catalog_url)
+    catalog = whole_catalog(params.paths.catalog_url)
     key = catalog.keys.ensure_local(params.paths.local_key)
     catalog.close()
     return key

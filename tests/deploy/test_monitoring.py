@@ -103,7 +103,7 @@ def told(tmp_path: Path) -> Iterator[set[str]]:
     migrate(params.paths.catalog_url)
     controller = Controller(params, "test")
     controller.tick()
-    controller.catalog.audit.note("backup", "somewhere", {})
+    controller.catalog.note("backup", "somewhere", {})
     registry, work = CollectorRegistry(), Work("some")
     LoadMetrics(registry)
     WorkMetrics(registry)

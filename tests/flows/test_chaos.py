@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.base.resident import ensure_base
-from engine.catalog.catalog import Catalog, migrate
+from engine.catalog.catalog import migrate
+from engine.catalog.opening import whole_catalog
 from engine.services import lifecycle as services
 from engine.settings.params import Params, load_params
 from tests.helpers.chaos import (
@@ -75,7 +76,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     file = write_settings(state, policies=policies, trainer=trainer)
     params = load_params(file)
     migrate(params.paths.catalog_url)
-    catalog = Catalog(params.paths.catalog_url)
+    catalog = whole_catalog(params.paths.catalog_url)
     catalog.keys.ensure_local(params.paths.local_key)
     catalog.close()
     with services.session(

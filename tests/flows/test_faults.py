@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from engine.adapters.revision import read_revision
-from engine.catalog.catalog import Catalog
+from engine.catalog.opening import whole_catalog
 from engine.security.credentials import known_credential
 from engine.services import lifecycle as services
 from engine.settings.params import Params, load_params
@@ -78,7 +78,7 @@ def server_of(params: Params, name: str) -> psutil.Process:
 
 def assert_whole(params: Params, policy: str) -> None:
     """One exported revision, its directory whole, each step recorded once and on policy."""
-    catalog = Catalog(params.paths.catalog_url)
+    catalog = whole_catalog(params.paths.catalog_url)
     exported = [row for row in catalog.revisions.page(policy) if row.state == "exported"]
     catalog.close()
     assert len(exported) == 1

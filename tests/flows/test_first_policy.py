@@ -12,7 +12,7 @@ import pytest
 
 from engine.adapters.revision import read_manifest
 from engine.base.resident import ensure_base
-from engine.catalog.catalog import Catalog
+from engine.catalog.opening import whole_catalog
 from engine.settings.params import load_params, served_name
 from tests.flows.conftest import Second
 from tests.helpers import command_line
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.heavy(minutes=9), pytest.mark.timeout(600)]
 
 def test_a_jsonl_file_becomes_a_promoted_adapter(people: Operated, quickstart: str) -> None:
     """Users' ratings promoted it; what people decided later is another release."""
-    with closing(Catalog(people.paths.catalog_url)) as catalog:
+    with closing(whole_catalog(people.paths.catalog_url)) as catalog:
         first = min(catalog.releases.all(POLICY), key=lambda release: release.created_at)
     version = people.mlflow.get_model_version(POLICY, "1")
     assert (first.state, first.revision) == ("promoted", version.tags["graftwork.digest"])

@@ -58,7 +58,7 @@ def test_a_fault_of_the_data_is_the_runs_message(people: Operated) -> None:
 
 
 def test_a_policy_is_made_from_its_form(people: Operated) -> None:
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
 
     data = people.state / "sums.jsonl"
     write_sums(data, 1000)

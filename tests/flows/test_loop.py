@@ -58,10 +58,10 @@ def test_bad_revision_is_rolled_back_and_answers_nobody_afterwards(finished: dic
 
 
 def test_ledger_and_catalog_agree_with_the_summary(finished: dict[str, Any], state: Path) -> None:
-    from engine.catalog.catalog import Catalog
+    from engine.catalog.opening import whole_catalog
     from engine.ledger.ledger import open_snapshot
 
-    catalog = Catalog(Paths(state).catalog_url)
+    catalog = whole_catalog(Paths(state).catalog_url)
     champions = {name: catalog.routes.get(name).champion for name in NAMES}
     stones = [stone for stone in catalog.tombstones.in_force() if stone.policy in NAMES]
     catalog.close()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.catalog.catalog import open_catalog
+from engine.catalog.opening import open_catalog
 from engine.settings.params import load_params
 from tasks.stuck_runs import free_stuck, kept_out_runs, open_prefect
 from tests.helpers.live import eventually

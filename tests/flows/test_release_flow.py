@@ -12,7 +12,8 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from engine.catalog.catalog import Catalog, migrate
+from engine.catalog.catalog import migrate
+from engine.catalog.opening import whole_catalog
 from engine.clients.controller import ControllerClient
 from engine.controller.__main__ import whole_app
 from engine.controller.loop import Controller
@@ -44,7 +45,7 @@ def params(tmp_path: Path) -> Params:
 @pytest.fixture
 def controller(params: Params) -> Iterator[Controller]:
     migrate(params.paths.catalog_url)
-    fill(Catalog(params.paths.catalog_url))
+    fill(whole_catalog(params.paths.catalog_url))
     controller = Controller(params, "test")
     turning = threading.Thread(target=controller.run)
     turning.start()
@@ -112,7 +113,7 @@ def run(
 def test_a_flow_that_is_killed_changes_nothing(
     params: Params, controller: Controller, run: Callable[[int | None], int], last: int
 ) -> None:
-    catalog, users = Catalog(params.paths.catalog_url), Users(params)
+    catalog, users = whole_catalog(params.paths.catalog_url), Users(params)
 
     def answer() -> None:
         """Approve the release, and have users reject its canary."""
@@ -138,7 +139,7 @@ def test_the_flow_has_no_more_steps_than_those(
     params: Params, controller: Controller, run: Callable[[int | None], int]
 ) -> None:
     def hold() -> None:
-        with Catalog(params.paths.catalog_url) as catalog:
+        with whole_catalog(params.paths.catalog_url) as catalog:
             assert eventually(lambda: catalog.releases.all())
             with controller.decisions.lock:
                 controller.decisions.hold(catalog.releases.all()[0].id, "ann", "Enough.")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from engine.catalog.catalog import Base, Catalog, Policy, migrate
+from engine.catalog.catalog import Base, Policy, migrate
+from engine.catalog.opening import whole_catalog
 from engine.ledger.ledger import Ledger, Spool
 from engine.services.lifecycle import State
 from engine.settings.params import Params
@@ -39,7 +40,7 @@ def settings(tmp_path: Path) -> Path:
     """A catalog with a long name and a long owner, a champion and a canary, scores, rewards and a fault."""
     params = Params(state_dir=tmp_path / "state")
     migrate(params.paths.catalog_url)
-    catalog = Catalog(params.paths.catalog_url)
+    catalog = whole_catalog(params.paths.catalog_url)
     catalog.bases.add(Base("base", "tiny-dense", "/bases/tiny", 1.0))
     fill(catalog)
     catalog.policies.add(Policy(LONG, "base", {"suite": "tone"}, OWNER, 1.0))

@@ -7,7 +7,9 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from engine.catalog.audit import Audit
 from engine.catalog.catalog import Catalog, migrate
+from engine.catalog.opening import whole_catalog
 from tests.helpers.command_line import graftwork
 
 Run = Callable[..., "CompletedProcess[str]"]
@@ -16,7 +18,7 @@ Run = Callable[..., "CompletedProcess[str]"]
 @pytest.fixture
 def catalog(tmp_path: Path) -> Catalog:
     migrate(f"sqlite:///{tmp_path}/catalog.db")
-    catalog = Catalog(f"sqlite:///{tmp_path}/catalog.db")
+    catalog = whole_catalog(f"sqlite:///{tmp_path}/catalog.db")
     catalog.keys.create("acme", "user", ["acme-*"])
     return catalog
 
@@ -37,7 +39,7 @@ def test_a_tenant_is_suspended_and_resumed(catalog: Catalog, run: Run) -> None:
     assert run("tenant", "resume", "acme").returncode == 0
     (row,) = json.loads(run("tenant", "ls", "--json").stdout)
     assert row["suspended"] == row["reason"] == ""
-    actions = [(one.action, one.subject) for one in catalog.audit.page()[-2:]]
+    actions = [(one.action, one.subject) for one in Audit(catalog.access).page()[-2:]]
     assert actions == [("tenant.suspend", "acme"), ("tenant.resume", "acme")]
 
 
@@ -53,8 +55,8 @@ def test_a_tenant_is_suspended_and_resumed(catalog: Catalog, run: Run) -> None:
 def test_who_is_nobody_is_not_suspended(
     catalog: Catalog, run: Run, words: tuple[str, ...], noun: str
 ) -> None:
-    before = len(catalog.audit.page())
+    before = len(Audit(catalog.access).page())
     told = run("tenant", *words)
     assert told.returncode != 0
     assert noun in told.stderr
-    assert len(catalog.audit.page()) == before
+    assert len(Audit(catalog.access).page()) == before

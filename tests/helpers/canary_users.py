@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-from engine.catalog.catalog import Catalog
+from engine.catalog.opening import whole_catalog
 from engine.ledger.ledger import Spool
 from engine.settings.params import Params
 from tests.helpers.rows import NEW, OLD
@@ -44,7 +44,7 @@ class Users:
         self.spool.rotate()
 
     def _route_version(self) -> int:
-        with closing(Catalog(self._url)) as catalog:
+        with closing(whole_catalog(self._url)) as catalog:
             return catalog.routes.get("sorting").version
 
     def _ask(

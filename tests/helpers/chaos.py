@@ -15,7 +15,7 @@ import httpx
 import psutil
 
 from engine.adapters.revision import read_revision
-from engine.catalog.catalog import Catalog
+from engine.catalog.opening import whole_catalog
 from engine.catalog.revision_rows import location
 from engine.ledger.ledger import Ledger
 from engine.services import lifecycle as services
@@ -232,7 +232,7 @@ def recorded(params: Params, policy: str) -> list[int]:
 
 def revisions(params: Params, policy: str) -> dict[int, str]:
     """Return the digest after each step, of every revision that the catalog shows; their bytes are read."""
-    catalog, store = Catalog(params.paths.catalog_url), Store(params.paths.store)
+    catalog, store = whole_catalog(params.paths.catalog_url), Store(params.paths.store)
     rows = catalog.revisions.page(policy)
     catalog.close()
     for row in rows:

@@ -24,7 +24,8 @@ from typing import Any
 import httpx
 
 from engine.base.families import BaseShapes
-from engine.catalog.catalog import Catalog, migrate
+from engine.catalog.catalog import migrate
+from engine.catalog.opening import whole_catalog
 from engine.clients.controller import ControllerClient
 from engine.errors import NotFound
 from engine.ledger.ledger import Spool
@@ -174,7 +175,7 @@ def release(state: Path, file: Path) -> set[str]:
     }
     paths = Params(state_dir=state).paths
     migrate(paths.catalog_url)
-    fill(Catalog(paths.catalog_url))
+    fill(whole_catalog(paths.catalog_url))
     spool = Spool(paths.spool, "gateway")
     scores = {"policy": "sorting", "base": "base", "suite": "sorting-json", "suite_version": "1"}
     for digest in (OLD, NEW, THIRD):

@@ -9,12 +9,14 @@ from types import SimpleNamespace
 
 import httpx
 
-from engine.catalog.catalog import Base, Catalog, Policy, Revision, migrate
+from engine.catalog.catalog import Base, Policy, Revision, migrate
+from engine.catalog.opening import whole_catalog
 from engine.metering.usage_log import UsageLog
 from engine.serving.gateway.call import GatewayState
 from engine.serving.gateway.gateway import Gateway
 from engine.serving.gateway.meter import Meter
 from engine.serving.gateway.routing import Router
+from engine.serving.gateway.suggesting import Suggester
 from engine.serving.residency.residency import Residency
 from engine.settings.services import EngineConfig, GatewayConfig
 from engine.store.segments import Store
@@ -86,7 +88,7 @@ def make_world(tmp_path):
     """Return the gateway's parts, and clients with a key of each scope. Close its `usage`."""
     url = f"sqlite:///{tmp_path}/catalog.db"
     migrate(url)
-    catalog = Catalog(url)
+    catalog = whole_catalog(url)
     catalog.bases.add(Base("base", "tiny", "/tiny", 0.0))
     catalog.policies.add(Policy("sums", "base", {}, "me", 0.0))
     layout = hashlib.sha256(b"{}").hexdigest()
@@ -104,7 +106,7 @@ def make_world(tmp_path):
     server, events, engine, loads = Server(), Events(), Engine(), []
     usage = UsageLog(tmp_path / "usage")
     state = GatewayState(
-        Router(catalog, "tiny", "base"),
+        Router(catalog, "tiny", "base", suggest=Suggester),
         Residency(
             engine,
             catalog,

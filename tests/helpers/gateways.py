@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import httpx
 from fastapi import FastAPI
 
 from engine.catalog.catalog import Base, Catalog, Policy, Revision, migrate
+from engine.catalog.opening import whole_catalog
 from engine.metering.usage_log import UsageLog
 from engine.serving.gateway.answers import AnswerReader
 from engine.serving.gateway.call import Call, GatewayState
@@ -24,6 +26,7 @@ from engine.serving.gateway.meter import Meter
 from engine.serving.gateway.reading import size_of
 from engine.serving.gateway.route_table import ROUTE_OF
 from engine.serving.gateway.routing import Router, Target
+from engine.serving.gateway.suggesting import Suggester
 from engine.serving.residency.residency import Residency
 from engine.settings.services import EngineConfig, GatewayConfig
 from engine.store.segments import Store
@@ -221,13 +224,13 @@ def open_world(
     is_new = url is not None or not (root / "catalog.db").exists()
     url = url or f"sqlite:///{root}/catalog.db"
     migrate(url)
-    catalog = Catalog(url)
+    catalog = whole_catalog(url)
     if is_new:
         fill(catalog)
     has_own = server is None
     server, events, loads, usage = server or FakeVllm(), Events(), Loads(), UsageLog(root / "usage")
     state = GatewayState(
-        Router(catalog, "tiny", "base"),
+        Router(catalog, "tiny", "base", suggest=Suggester),
         Residency(loads, catalog, Store(root), EngineConfig(load_queue=load_queue)),
         events,  # type: ignore[arg-type]
         "here",
@@ -253,7 +256,7 @@ def own_endpoints(state: GatewayState, catalog: Catalog) -> FastAPI:
     """Graftwork's endpoints in an app with vLLM's answers to errors."""
     from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
-    from engine.serving.gateway.endpoints import GraftworkEndpoints
+    from engine.serving.gateway.endpoints import Standing, attach
 
     async def loads() -> list[Any]:
         return []
@@ -261,11 +264,12 @@ def own_endpoints(state: GatewayState, catalog: Catalog) -> FastAPI:
     app = FastAPI()
     init_exception_handler(app)
     app.state.args = SimpleNamespace(log_error_stack=False)
-    GraftworkEndpoints().attach_router(app)
+    attach(app)
     app.state.graftwork, app.state.graftwork_loads = state, loads
-    app.state.graftwork_membership = membership = Membership(catalog, "here", "http://here", "base", "1")
+    membership = Membership(catalog, "here", "http://here", "base", "1")
     membership.beat()
-    app.state.graftwork_prewarmer = SimpleNamespace(missing=list)
+    why_not_ready = partial(membership.why_not_ready, state.router, list)
+    app.state.graftwork_standing = Standing(why_not_ready, membership.drain)
     app.state.graftwork_marker = {"plugin": "fake"}
     return app
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.catalog.catalog import Base, Catalog, Policy, Release, Revision, migrate
+from engine.catalog.opening import whole_catalog
 from engine.ledger.ledger import Ledger, Spool
 from engine.settings.params import Paths
 from engine.settings.releases import ReleaseConfig
@@ -79,7 +80,7 @@ def build(root: Path) -> tuple[Catalog, Ledger, Release]:
     """Make it under a state directory, with a snapshot of the ledger; the caller closes what is open."""
     paths = Paths(root)
     migrate(paths.catalog_url)
-    catalog = Catalog(paths.catalog_url)
+    catalog = whole_catalog(paths.catalog_url)
     catalog.bases.add(Base(BASE, "tiny-dense", "/bases/tiny", NOW))
     catalog.policies.add(Policy("sums", BASE, {"suite": "s"}, "me", NOW))
     catalog.revisions.add_many([revision(OLD, "exported", NOW - 90)])

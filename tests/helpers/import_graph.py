@@ -20,18 +20,36 @@ ENTRIES = ("engine.controller.__main__",)
 # What an installation can do without, and who alone in the engine may import it: other optional parts, and
 # the entries, which put a process together and hand it in. The main rooms know none of it.
 OPTIONAL = {
+    # What a base is made of, the table of families, and vLLM's plug-in put other families in.
+    "engine.base.converted": {"engine.base.gguf_base"},
+    "engine.base.gguf": {"engine.base.converted", "engine.base.gguf_base"},
+    "engine.base.gguf_base": {"engine.base.resident"},
+    "engine.base.latent": {"engine.base.families"},
     "engine.backup": {"engine.controller.__main__"},
+    "engine.catalog.audit": {"engine.backup", "engine.catalog.opening"},
     "engine.catalog.fleet": {"engine.controller.__main__", "engine.training.several_engines"},
+    "engine.catalog.suggestions": {"engine.catalog.opening", "engine.serving.gateway.suggesting"},
     "engine.controller.upkeep": {"engine.controller.__main__"},
     "engine.integrations": {"engine.controller.__main__"},
+    "engine.metering": {
+        "engine.serving.assembly",
+        "engine.serving.gateway.limits",
+        "engine.serving.gateway.meter",
+    },
     "engine.notifications": {"engine.controller.__main__", "engine.integrations"},
+    # Plans for other models than this base, and for many engines: only commands ask for them.
+    "engine.planning.adapters": set(),
+    "engine.planning.fleet": set(),
     "engine.report": {"engine.controller.__main__"},
     "engine.serving.gateway.limits": {"engine.serving.gateway.meter"},
-    "engine.serving.gateway.membership": {"engine.serving.gateway.endpoints"},
-    "engine.serving.gateway.meter": {"engine.serving.gateway.endpoints"},
-    "engine.serving.gateway.prewarming": {"engine.serving.gateway.endpoints"},
-    "engine.serving.gateway.promised_waits": {"engine.serving.gateway.endpoints"},
+    "engine.serving.gateway.membership": {"engine.serving.assembly"},
+    "engine.serving.gateway.meter": {"engine.serving.assembly"},
+    "engine.serving.gateway.prewarming": {"engine.serving.assembly"},
+    "engine.serving.gateway.promised_waits": {"engine.serving.assembly"},
+    "engine.serving.gateway.suggesting": {"engine.serving.assembly"},
+    "engine.serving.worker.mla_cpu": {"engine.serving.vllm_plugin.plugin"},
     "engine.training.several_engines": {"engine.training.run"},
+    "kernels.latent": {"engine.serving.worker.mla_cpu"},
 }
 
 

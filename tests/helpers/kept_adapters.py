@@ -10,6 +10,7 @@ import torch
 from engine.adapters import packed
 from engine.adapters.revision import Tensors, make_manifest, write_revision
 from engine.catalog.catalog import Catalog, Policy, Revision, migrate
+from engine.catalog.opening import whole_catalog
 from engine.settings.params import Params
 from engine.store.open import open_store
 from engine.store.segments import Store
@@ -30,7 +31,7 @@ def settings(tmp_path: Path) -> Path:
 def add_policy(params: Params, *names: str, owner: str = "me") -> Catalog:
     """Return the catalog, which has these policies."""
     migrate(params.paths.catalog_url)
-    catalog = Catalog(params.paths.catalog_url)
+    catalog = whole_catalog(params.paths.catalog_url)
     for name in names:
         catalog.policies.add(Policy(name, BASE, {"suite": "x"}, owner, 1.0))
     return catalog

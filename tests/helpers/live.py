@@ -103,10 +103,10 @@ class RunningEngine:
 
     @cached_property
     def catalog(self) -> Any:
-        from engine.catalog.catalog import Catalog
+        from engine.catalog.opening import whole_catalog
         from engine.settings.params import Paths
 
-        return Catalog(Paths(self.state).catalog_url)
+        return whole_catalog(Paths(self.state).catalog_url)
 
     @cached_property
     def store(self) -> Any:
@@ -151,14 +151,15 @@ def start_engine(
     A second one on the same state has its own `name`, that of its file of settings.
     """
     from engine.base.resident import base_digest
-    from engine.catalog.catalog import Catalog, migrate
+    from engine.catalog.catalog import migrate
+    from engine.catalog.opening import whole_catalog
     from engine.settings.params import Paths
 
     port = free_port()
     paths = Paths(state)
     state.mkdir(parents=True, exist_ok=True)
     migrate(paths.catalog_url)
-    catalog = Catalog(paths.catalog_url)
+    catalog = whole_catalog(paths.catalog_url)
     key = catalog.keys.ensure_local(paths.local_key)
     catalog.close()
     params = {

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from engine.catalog.catalog import Catalog
+from engine.catalog.opening import whole_catalog
 from engine.errors import GraftworkError
 from engine.settings.params import Paths, load_params
 from engine.training.service.client import TrainerClient
@@ -95,5 +95,5 @@ def is_training(params: Path) -> bool:
 
 def is_in_a_canary(params: Path) -> bool:
     """Return whether users see a canary."""
-    with closing(Catalog(Paths(params.parent).catalog_url)) as catalog:
+    with closing(whole_catalog(Paths(params.parent).catalog_url)) as catalog:
         return any(route.canary for route in catalog.routes.page())

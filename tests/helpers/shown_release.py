@@ -4,7 +4,8 @@ import random
 import time
 from unittest.mock import patch
 
-from engine.catalog.catalog import Catalog, Release, migrate
+from engine.catalog.catalog import Release, migrate
+from engine.catalog.opening import whole_catalog
 from engine.controller.evidence import EvidenceReader
 from engine.controller.loop import Controller
 from engine.settings.params import Params
@@ -22,7 +23,7 @@ def released(params: Params, canary: float, baseline: float) -> Release:
     The first of the canary's users are answered by the champion, since the canary is not resident yet.
     """
     migrate(params.paths.catalog_url)
-    with Catalog(params.paths.catalog_url) as catalog:
+    with whole_catalog(params.paths.catalog_url) as catalog:
         fill(catalog)
     began, passed, chance = time.time(), [0.0], random.Random(4)
 

@@ -14,6 +14,7 @@ import torch
 from engine.adapters import packed, revision
 from engine.adapters.revision import make_manifest
 from engine.catalog.catalog import Base, Catalog, Policy, Revision, migrate
+from engine.catalog.opening import whole_catalog
 from engine.catalog.revision_rows import location
 from engine.publishing.publish import publish, put, stored_tensors
 from engine.settings.params import Params
@@ -93,7 +94,7 @@ def write_base(directory: Path) -> Path:
 
 def prepare(params: Params, *policies: str) -> None:
     migrate(params.paths.catalog_url)
-    with closing(Catalog(params.paths.catalog_url)) as catalog:
+    with closing(whole_catalog(params.paths.catalog_url)) as catalog:
         base = write_base(params.paths.bases / KIND)
         catalog.bases.add(Base(BASE, KIND, str(base), time.time()))
         for name in policies:
@@ -102,5 +103,5 @@ def prepare(params: Params, *policies: str) -> None:
 
 @contextmanager
 def opened(params: Params) -> Iterator[Stored]:
-    with closing(Catalog(params.paths.catalog_url)) as catalog, closing(open_store(params)) as store:
+    with closing(whole_catalog(params.paths.catalog_url)) as catalog, closing(open_store(params)) as store:
         yield Stored(params, catalog, store)

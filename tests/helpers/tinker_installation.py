@@ -16,8 +16,8 @@ import psutil
 import tinker
 
 from engine.base.resident import ensure_base
-from engine.catalog.catalog import Catalog
 from engine.catalog.keys import as_tinkers
+from engine.catalog.opening import whole_catalog
 from engine.services import lifecycle
 from engine.settings.params import Params
 from engine.training.service import state
@@ -85,7 +85,7 @@ class Installation:
 
     def steps_in(self, path: str) -> int:
         """Return how many steps the trainer has applied in a model until it saved this state."""
-        with Catalog(self.params.paths.catalog_url) as catalog:
+        with whole_catalog(self.params.paths.catalog_url) as catalog:
             model, kind, name = path.removeprefix("tinker://").split("/")
             found = catalog.tinker.model("acme", model)
             row = catalog.tinker.checkpoint("acme", model, kind, name)
@@ -166,7 +166,7 @@ def installation(root: Path, **settings: Any) -> Iterator[Installation]:
         return ensure_base(params.base, params.paths)
 
     with lifecycle.session(params, build, report, SERVICES):
-        with Catalog(params.paths.catalog_url) as catalog:
+        with whole_catalog(params.paths.catalog_url) as catalog:
             key = as_tinkers(catalog.keys.create("acme", "tinker", ["acme-*"]))
         home = root / "home"
         home.mkdir()

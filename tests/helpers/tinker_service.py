@@ -12,6 +12,7 @@ import numpy as np
 import uvicorn
 
 from engine.catalog.catalog import Catalog, migrate
+from engine.catalog.opening import whole_catalog
 from engine.catalog.records import TinkerModel
 from engine.errors import ConfigError, ServiceError
 from engine.tinker.app import make_app
@@ -190,7 +191,7 @@ def tinker_served(
     """Serve the Tinker API over a catalog in `directory`, by default over a fake trainer."""
     url = f"sqlite:///{directory / 'catalog.db'}"
     migrate(url)
-    with Catalog(url) as catalog:
+    with whole_catalog(url) as catalog:
         backend = backend_of(catalog)
         models = Models(catalog, backend)
         twice, port = Twice(make_app(models)), free_port()

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from starlette.testclient import TestClient
 
-from engine.catalog.catalog import Catalog, migrate
+from engine.catalog.catalog import migrate
+from engine.catalog.opening import whole_catalog
 from engine.settings.params import Params
 from engine.training.model.lora import ResidentBase
 from engine.training.service import sessions
@@ -57,7 +58,7 @@ class Trainers:
         params = Params.model_validate(
             {"state_dir": self.state, "trainer": settings, "python_modules": ["leaving"]}
         )
-        exporter = Exporter(params, Catalog(params.paths.catalog_url), torch.float32, ())
+        exporter = Exporter(params, whole_catalog(params.paths.catalog_url), torch.float32, ())
         trainer = Trainer(params, self.base, DIGEST, exporter, int(held * bytes_of_new(self.base)))
         client = TrainerClient("http://trainer", patience_s=1, busy_s=0.0)
         client.http = TestClient(make_app(trainer), base_url="http://trainer")

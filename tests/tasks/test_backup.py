@@ -24,8 +24,10 @@ from engine.backup import manifest as manifests
 from engine.backup import writer as writers
 from engine.backup.manifest import find, read
 from engine.backup.place import BackupPlace
-from engine.catalog.catalog import Catalog, Policy
+from engine.catalog.audit import Audit
+from engine.catalog.catalog import Policy
 from engine.catalog.leases import BACKUP
+from engine.catalog.opening import whole_catalog
 from engine.catalog.records import AuditEntry
 from engine.catalog.revision_rows import location
 from engine.clients.controller import ControllerClient
@@ -132,7 +134,7 @@ def elsewhere(params: Params, name: str = "there", **settings: Any) -> Params:
 def content(params: Params) -> dict[str, Any]:
     """Return all that must be the same in a restored installation."""
     found: dict[str, Any] = {}
-    with closing(Catalog(params.paths.catalog_url)) as catalog, closing(open_store(params)) as store:
+    with closing(whole_catalog(params.paths.catalog_url)) as catalog, closing(open_store(params)) as store:
         rows = [row for page in pages(catalog) for row in page]
         found["rows"] = rows
         found["bytes"] = [store.read(location(row)) for row in rows]
@@ -141,9 +143,9 @@ def content(params: Params) -> dict[str, Any]:
         found["id"] = catalog.id, catalog.secret, store.catalog_id()
         found["stones"] = [catalog.tombstones.find(row.policy, row.digest) for row in rows]
         found["audit"] = [
-            entry for entry in catalog.audit.page() if entry.action not in ("backup", "restore")
+            entry for entry in Audit(catalog.access).page() if entry.action not in ("backup", "restore")
         ]
-        catalog.audit.verify()
+        Audit(catalog.access).verify()
     with open_snapshot(params.paths.ledger_snapshot) as ledger:
         found["scores"] = ledger.execute("SELECT * FROM scores ORDER BY id").fetchall()
     for folder in ("revisions", "mlartifacts", "sessions"):
@@ -174,9 +176,9 @@ def test_all_of_it_is_there_on_another_machine(params: Params, tmp_path: Path) -
     there = elsewhere(params)
     restore_backup(there, str(tmp_path / "kept"))
     assert content(there) == wanted
-    with closing(Catalog(there.paths.catalog_url)) as catalog:
+    with closing(whole_catalog(there.paths.catalog_url)) as catalog:
         assert not catalog.leases.is_held(BACKUP)
-        assert catalog.audit.newest(1)[0].action == "restore"
+        assert Audit(catalog.access).newest(1)[0].action == "restore"
         # It is a catalog to work with: gc removes nothing that is named.
         with closing(open_store(there)) as store:
             gc(catalog, store)
@@ -195,7 +197,7 @@ def test_no_credential_is_in_it(params: Params, tmp_path: Path) -> None:
     there = elsewhere(params)
     restore_backup(there, str(tmp_path / "kept"))
     assert not there.paths.credentials.exists()
-    with closing(Catalog(there.paths.catalog_url)) as catalog:
+    with closing(whole_catalog(there.paths.catalog_url)) as catalog:
         # A tenant's key opens it, and so does the old key of the installation, until it is revoked.
         assert catalog.keys.find(local.decode())
         assert catalog.keys.ensure_local(there.paths.local_key) != local.decode()
@@ -234,7 +236,7 @@ def test_a_second_backup_copies_what_is_new(
     assert set(seen) <= set(files["state/catalog.db"].parts)
     assert set(read_again) == {0}
     seen.clear()
-    with closing(Catalog(params.paths.catalog_url)) as catalog:
+    with closing(whole_catalog(params.paths.catalog_url)) as catalog:
         keep(params, catalog, "north", [30])
     backup(params, kept)
     place, name = find(kept)
@@ -255,7 +257,7 @@ def test_a_segment_that_has_grown_is_read_from_where_it_ended(
     for module in (manifests, writers, restoring):
         monkeypatch.setattr(module, "PART", 1 << 10)
     kept = str(tmp_path / "kept")
-    with closing(Catalog(params.paths.catalog_url)) as catalog, closing(open_store(params)) as store:
+    with closing(whole_catalog(params.paths.catalog_url)) as catalog, closing(open_store(params)) as store:
         (first,) = keep(params, catalog, "north", [40], into=store)
         backup(params, kept)
         (second,) = keep(params, catalog, "north", [41], into=store)
@@ -278,7 +280,7 @@ def test_a_segment_that_has_grown_is_read_from_where_it_ended(
 def test_older_backups_are_restored_by_name_and_removed_when_asked(params: Params, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     first = backup(params, str(kept))
-    with closing(Catalog(params.paths.catalog_url)) as catalog:
+    with closing(whole_catalog(params.paths.catalog_url)) as catalog:
         keep(params, catalog, "north", [30])
     backup(params, str(kept))
     older = elsewhere(params, "older")
@@ -306,7 +308,7 @@ def test_the_restored_routes_decide_and_not_mlflows_aliases(params: Params, tmp_
         moved = [("north", "champion", 3), ("north", "theirs", 1), ("stranger", "champion", 1)]
         mlflow.executemany(f"INSERT INTO {Alias.__tablename__} VALUES ('default', ?, ?, ?)", moved)
     (params.paths.root / backing.MLFLOW_FINISHED).touch()
-    with closing(Catalog(params.paths.catalog_url)) as catalog:
+    with closing(whole_catalog(params.paths.catalog_url)) as catalog:
         champion = catalog.routes.get("north").champion
         catalog.aliases.note("north", "champion", "1", champion)
         catalog.aliases.note("north", "canary", "2", "cc" * 32)
@@ -318,7 +320,7 @@ def test_the_restored_routes_decide_and_not_mlflows_aliases(params: Params, tmp_
     assert (there.paths.root / backing.MLFLOW_FINISHED).is_file()
     with closing(sqlite3.connect(there.paths.mlflow_db)) as mlflow:
         assert mlflow.execute(f"SELECT count(*) FROM {Alias.__tablename__}").fetchone() == (3,)
-    with closing(Catalog(there.paths.catalog_url)) as catalog:
+    with closing(whole_catalog(there.paths.catalog_url)) as catalog:
         notes = {alias: note for (_, alias), note in catalog.aliases.all().items()}
         assert {policy for policy, _ in catalog.aliases.all()} == {"north"}
     assert set(notes) == {"champion", "@seen"}
@@ -480,7 +482,7 @@ def test_what_was_there_when_it_began_is_in_it_under_load(
         plain(self, name, data)
 
     monkeypatch.setattr(BackupPlace, "write", slowly)
-    with Catalog(params.paths.catalog_url) as catalog:
+    with whole_catalog(params.paths.catalog_url) as catalog:
         catalog.policies.add(Policy("load", BASE, {}, "me", 1.0))
     with running(params, monkeypatch), under_load(params) as acknowledged:
         for turn in range(3):
@@ -555,7 +557,7 @@ def test_two_at_once_are_refused_and_a_place_has_one_installation(params: Params
 
 def test_a_backup_that_lost_its_lease_is_not_published(params: Params, tmp_path: Path) -> None:
     def take(writer: writers.BackupWriter) -> None:
-        with Catalog(params.paths.catalog_url) as catalog:
+        with whole_catalog(params.paths.catalog_url) as catalog:
             catalog.access.engine.raw_connection().execute("UPDATE leases SET holder = 'other'")
 
     with pytest.raises(GraftworkError, match="another one"):
@@ -669,9 +671,9 @@ def test_doctor_warns_of_an_old_backup(
     monkeypatch.setattr(time, "time", lambda: now + 8 * 86_400)
     assert finding() == ("none was made yet", True)
     backup(params, str(tmp_path / "kept"))
-    with Catalog(params.paths.catalog_url) as catalog:
+    with whole_catalog(params.paths.catalog_url) as catalog:
         assert newest(catalog) == (time.time(), str(tmp_path / "kept"))
-        assert isinstance(catalog.audit.newest_of("backup"), AuditEntry)
+        assert isinstance(Audit(catalog.access).newest_of("backup"), AuditEntry)
     assert finding() == (f"the last one, to {tmp_path / 'kept'}, is 0.0 days old", False)
     monkeypatch.setattr(time, "time", lambda: now + 16 * 86_400)
     assert finding()[1]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from engine.catalog.catalog import Catalog, Replica, migrate
+from engine.catalog.catalog import Replica, migrate
+from engine.catalog.opening import whole_catalog
 from engine.security.credentials import create_credentials
 from engine.settings.params import Params
 from flows.cli import app
@@ -45,7 +46,7 @@ def test_each_fault_is_found(params: Params, monkeypatch: pytest.MonkeyPatch) ->
     (params.paths.credentials / "trainer").unlink()
     monkeypatch.setattr(doctor, "DISK_BYTES", 1 << 60)
     monkeypatch.setattr(doctor, "version", lambda name: "0.0.1")
-    with Catalog(params.paths.catalog_url) as catalog, monkeypatch.context() as patch:
+    with whole_catalog(params.paths.catalog_url) as catalog, monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: 4e9)
         catalog.switches.set("freeze", True)
     with socket.create_server(("127.0.0.1", params.prefect.port)):
@@ -60,7 +61,7 @@ def test_engines_that_are_silent_or_unlike_the_others_are_named(
     params: Params, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = doctor.version("graftwork")
-    with Catalog(params.paths.catalog_url) as catalog:
+    with whole_catalog(params.paths.catalog_url) as catalog:
         for id, base, version in (("a", "base", ours), ("b", "base", "0.0.1"), ("c", "other", ours)):
             catalog.replicas.join(Replica(id, f"http://{id}:1", base, version, id, 0, 0.0, draining=False))
         found = {one.seen: one.advice for one in examine(params) if one.check == "engines"}
@@ -73,7 +74,7 @@ def test_engines_that_are_silent_or_unlike_the_others_are_named(
 
 
 def test_a_changed_audit_log_is_a_fault(params: Params) -> None:
-    with Catalog(params.paths.catalog_url) as catalog:
+    with whole_catalog(params.paths.catalog_url) as catalog:
         for on in (True, False):
             catalog.switches.set("freeze", on)
         connection = catalog.access.engine.raw_connection()

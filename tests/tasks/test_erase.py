@@ -10,6 +10,7 @@ import duckdb
 import pytest
 from typer.testing import CliRunner
 
+from engine.catalog.audit import Audit
 from engine.catalog.catalog import Catalog
 from engine.ledger.ledger import Spool, open_snapshot
 from engine.metering.erasure import erase as erase_usage
@@ -104,9 +105,9 @@ def test_nothing_of_the_tenant_is_left_and_each_place_is_reported(
         assert log.execute("SELECT DISTINCT tenant FROM requests").fetchall() == [("bobs",), ("",)]
     # The bill is as it was.
     assert {row["tenant"]: row["requests"] for row in usage_by(params, "tenant")} == {"acme": 5, "bobs": 4}
-    last = catalog.audit.newest(1)[0]
+    last = Audit(catalog.access).newest(1)[0]
     assert (last.action, last.subject, json.loads(last.after)["by"]) == ("tenant.erase", "acme", "ann")
-    assert catalog.audit.verify()[0] == last.id
+    assert Audit(catalog.access).verify()[0] == last.id
 
 
 @pytest.mark.long
@@ -139,7 +140,7 @@ def test_a_request_under_way_stays_until_it_is_closed(params: Params, catalog: C
 def test_a_refusal_changes_nothing(
     file: Path, catalog: Catalog, tenant: str, more: list[str], sentence: str
 ) -> None:
-    before = catalog.audit.verify()
+    before = Audit(catalog.access).verify()
     with pytest.raises(Exception, match=sentence):
         erase(file, tenant, *more)
-    assert catalog.audit.verify() == before
+    assert Audit(catalog.access).verify() == before

@@ -9,7 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine.catalog.catalog import Catalog, Replica, migrate
+from engine.catalog.catalog import Replica, migrate
+from engine.catalog.opening import whole_catalog
 from engine.errors import ConfigError
 from engine.settings.params import Params
 from tasks.haproxy import MOST_BODY, configuration
@@ -162,7 +163,7 @@ def test_the_command_writes_the_catalogs_engines(tmp_path: Path, monkeypatch: py
     file = tmp_path / "params.yaml"
     file.write_text(f"state_dir: {tmp_path}\n")
     migrate(f"sqlite:///{tmp_path}/catalog.db")
-    with Catalog(f"sqlite:///{tmp_path}/catalog.db") as catalog:
+    with whole_catalog(f"sqlite:///{tmp_path}/catalog.db") as catalog:
         told = graftwork("haproxy", "--params", file)
         assert told.returncode != 0
         assert "No engine" in told.stderr

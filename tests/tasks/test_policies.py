@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.base.resident import ensure_base
-from engine.catalog.catalog import open_catalog
+from engine.catalog.opening import open_catalog
 from engine.errors import BaseModelError, ConfigError, Conflict
 from engine.problems.jsonl import read_rows
 from engine.problems.verifiers import RULES

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from engine.base.resident import BaseInfo
 from engine.catalog.catalog import Catalog, Policy, Release
+from engine.catalog.opening import whole_catalog
 from engine.catalog.revision_rows import location
 from engine.clients.controller import ControllerClient
 from engine.controller.__main__ import whole_app
@@ -95,7 +96,7 @@ def is_anywhere(params: Params, secret: bytes) -> list[Path]:
 
 def check_kept(params: Params) -> None:
     """Everything of the other policy is as it was."""
-    with closing(Catalog(params.paths.catalog_url)) as catalog, closing(open_store(params)) as store:
+    with closing(whole_catalog(params.paths.catalog_url)) as catalog, closing(open_store(params)) as store:
         rows = catalog.revisions.page("kept")
         assert len(rows) == len(SEEDS["kept"])
         assert store.check([location(row) for row in rows]) == [None] * len(rows)
@@ -340,7 +341,7 @@ def test_a_catalog_of_an_older_version_is_brought_to_the_newest_schema_first(par
     params.state_dir.mkdir()
     upgrade_to(params.paths.catalog_url, "0002")
     reuse_purged_name(params, "sums", "me", False)
-    with closing(Catalog(params.paths.catalog_url)) as catalog:
+    with closing(whole_catalog(params.paths.catalog_url)) as catalog:
         assert catalog.purges.find("sums") is None
 
 

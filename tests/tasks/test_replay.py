@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine.catalog.catalog import Catalog, migrate
+from engine.catalog.catalog import migrate
+from engine.catalog.opening import whole_catalog
 from engine.controller.loop import Controller
 from engine.errors import NotFound
 from engine.settings.params import Params
@@ -24,7 +25,7 @@ def params(tmp_path: Path) -> Iterator[Params]:
     """A promoted canary that is a little worse, in a ledger whose controller has ended."""
     params = Params(state_dir=tmp_path / "state", release=ReleaseConfig(margin=0.3))
     migrate(params.paths.catalog_url)
-    fill(Catalog(params.paths.catalog_url))
+    fill(whole_catalog(params.paths.catalog_url))
     controller, users = Controller(params, "test"), Users(params)
     controller.decisions.start("sorting", NEW, {}, SKIPPED, "me")
     controller.tick()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from engine.catalog.catalog import open_catalog
+from engine.catalog.opening import open_catalog
 from engine.errors import ServiceError
 from engine.ledger.ledger import Ledger, Spool
 from engine.settings.params import Params

@@ -10,7 +10,8 @@ import pytest
 
 from engine.backup import manifest as manifests
 from engine.backup.manifest import find, read
-from engine.catalog.catalog import Catalog, open_catalog
+from engine.catalog.audit import Audit
+from engine.catalog.opening import open_catalog, whole_catalog
 from engine.catalog.purges import Purges
 from engine.errors import ConfigError, Conflict, NotFound, ServiceError
 from engine.settings.params import Params, load_params
@@ -174,14 +175,14 @@ def test_no_key_of_the_backup_works_where_all_are_revoked(
     found = restore_backup(there, str(kept.place), revoke_all_keys=True, tell=told)
     assert "as --revoke-all-keys says" in told.lines[0]
     local = kept.params.paths.local_key.read_text().strip()
-    with Catalog(there.paths.catalog_url) as catalog:
+    with whole_catalog(there.paths.catalog_url) as catalog:
         # The one that had expired too, as clocks may be set back.
         assert [key.revoked_at is None for key in catalog.keys.all()] == [False] * 4
         assert [catalog.keys.find(key) for key in (kept.stays, kept.ends, local)] == [None] * 3
-        noted = catalog.audit.all_of(["key.revoke"])
+        noted = Audit(catalog.access).all_of(["key.revoke"])
         assert {entry.subject for entry in noted} == {key.id for key in catalog.keys.all()}
         assert (found.revoked, len(noted)) == (4, 4)
-        catalog.audit.verify()
+        Audit(catalog.access).verify()
         # The installation's own is made anew, and others may be.
         assert catalog.keys.find(catalog.keys.ensure_local(there.paths.local_key))
         assert catalog.keys.find(catalog.keys.create("acme", "user"))
@@ -207,7 +208,7 @@ def test_a_restore_that_was_cut_off_goes_on_with_the_same_keys_alone(
     with pytest.raises(Conflict, match="is not empty"):
         restore_backup(there, str(kept.place))
     assert restore_backup(there, str(kept.place), revoke_all_keys=True).revoked == 4
-    with Catalog(there.paths.catalog_url) as catalog:
+    with whole_catalog(there.paths.catalog_url) as catalog:
         assert catalog.keys.find(kept.stays) is None
 
 
@@ -218,7 +219,7 @@ def test_a_backup_that_was_exchanged_is_refused_before_anything_is_written(
     file = kept.place / "backups" / name
     assert kept.digest == hashlib.sha256(file.read_bytes()).hexdigest()
     with open_catalog(kept.params.paths) as catalog:
-        noted = catalog.audit.newest_of("backup")
+        noted = Audit(catalog.access).newest_of("backup")
     assert noted
     assert json.loads(noted.after)["digest"] == kept.digest
     # Somebody who can write to the place gives each file a name that fits.

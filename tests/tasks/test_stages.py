@@ -16,7 +16,8 @@ from engine.adapters import revision
 from engine.base.families import BaseShapes
 from engine.base.prompts import prompt_text
 from engine.base.resident import base_digest
-from engine.catalog.catalog import Catalog, Policy
+from engine.catalog.catalog import Policy
+from engine.catalog.opening import whole_catalog
 from engine.errors import AdapterError, BaseModelError, ConfigError, Conflict, GraftworkError, NotFound
 from engine.ledger.ledger import Ledger, open_snapshot
 from engine.problems.procedural import stream
@@ -113,7 +114,7 @@ def test_an_import_is_published_once_and_holds_the_same_tensors(tiny_base, tmp_p
     manifest = make_revision(tiny_base, tmp_path / "revision")
     assert import_revision(params, tmp_path / "revision") == manifest
     assert import_revision(params, tmp_path / "revision") == manifest
-    catalog = Catalog(params.paths.catalog_url)
+    catalog = whole_catalog(params.paths.catalog_url)
     (row,) = catalog.revisions.page("sums")
     assert (row.digest, row.state, row.rank) == (manifest.digest, "exported", 2)
     assert len(list(params.paths.store.glob("*.seg"))) == 1
@@ -130,7 +131,7 @@ def test_an_import_leaves_the_policy_its_settings_and_its_owner(tiny_base, tmp_p
     params = Params(state_dir=tmp_path / "state", base={"name": str(tiny_base)})
     manifest = make_revision(tiny_base, tmp_path / "one")
     import_revision(params, tmp_path / "one")
-    catalog = Catalog(params.paths.catalog_url)
+    catalog = whole_catalog(params.paths.catalog_url)
     catalog.policies.add(Policy("sums", manifest.base_digest, {"suite": "mine"}, "local", 1.0))
     make_revision(tiny_base, tmp_path / "two", seed=1)
     import_revision(params, tmp_path / "two")
@@ -551,7 +552,7 @@ def test_the_command_pins_the_champion(checkout, tiny_base, tmp_path):
     import_revision(checkout.params(), tmp_path / "revision")
     ended = graftwork(checkout.file, "pin", "sums")
     assert (ended.returncode, ended.stderr.count("no champion yet")) == (5, 1)
-    catalog = Catalog(checkout.params().paths.catalog_url)
+    catalog = whole_catalog(checkout.params().paths.catalog_url)
     catalog.routes.update(replace(catalog.routes.get("sums"), champion=manifest.digest), 0)
     catalog.close()
     ended = graftwork(checkout.file, "pin", "sums")

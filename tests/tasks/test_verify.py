@@ -15,6 +15,7 @@ import pytest
 import uvicorn
 
 from engine.catalog.catalog import Catalog, migrate
+from engine.catalog.opening import whole_catalog
 from engine.clients.controller import ControllerClient
 from engine.controller.__main__ import whole_app
 from engine.controller.loop import Controller
@@ -51,7 +52,7 @@ def params(tmp_path: Path) -> Params:
 
 @pytest.fixture
 def catalog(params: Params) -> Iterator[Catalog]:
-    with closing(Catalog(params.paths.catalog_url)) as catalog:
+    with closing(whole_catalog(params.paths.catalog_url)) as catalog:
         fill(catalog)
         yield catalog
 

@@ -1,58 +1,25 @@
-"""Graftwork's own endpoints in vLLM's server, and the set-up of the gateway's state.
+"""Graftwork's own endpoints in vLLM's server; `engine/serving/assembly.py` sets up what they answer from."""
 
-vLLM calls `attach_router` before the engine is up and `init_state` once it is. `init_state` raises when a
-worker lacks our marker, so the server does not start: vLLM only logs when a plugin fails to import.
-"""
-
-import asyncio
-import socket
 import time
-from argparse import Namespace
-from pathlib import Path
-from threading import Thread
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Event
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from prometheus_client import REGISTRY, Gauge
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.datastructures import State
-from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
-from engine.base.prompts import prompt_ids
-from engine.catalog.catalog import Key, open_catalog
-from engine.errors import ConfigError, GraftworkError, ServiceError
-from engine.ledger.sender import open_spool
-from engine.metering.shared_budgets import SharedBudgets
-from engine.metering.usage_log import UsageLog
+from engine.catalog.catalog import Key
+from engine.errors import GraftworkError, ServiceError
 from engine.serving.gateway.api_errors import send_error
 from engine.serving.gateway.asgi import Refused
 from engine.serving.gateway.call import GatewayState, is_given_to
-from engine.serving.gateway.catalog_rows import rows_to_cache
-from engine.serving.gateway.forwarding import answer_as_asked
-from engine.serving.gateway.grammar_trial import GrammarTrial
-from engine.serving.gateway.leaving import end_requests_first
-from engine.serving.gateway.membership import Membership
-from engine.serving.gateway.meter import TEMPLATE_TOKENS, Meter
-from engine.serving.gateway.prewarming import Prewarmer, served_names
-from engine.serving.gateway.promised_waits import PromisedWaits
 from engine.serving.gateway.rollouts import gate_of_platform, rollouts
-from engine.serving.gateway.routing import Router
 from engine.serving.gateway.samples import samples
-from engine.serving.residency.load_metrics import LoadMetrics
-from engine.serving.residency.residency import Residency
-from engine.serving.residency.vllm_engine import VllmEngine
-from engine.serving.vllm_plugin.plugin import vllm_version
-from engine.settings.params import load_params
-from engine.state_metrics import StateMetrics
-from engine.store.open import open_store
-from engine.threads import in_parallel
-from engine.work_metrics import WorkMetrics
 
 # Most policies that `/v1/models` lists: a catalog may have a million.
 MODELS = 1000
-# What a chat template may add for a conversation of another form.
-TEMPLATE_RESERVE = 16
 
 
 class Feedback(BaseModel):
@@ -70,134 +37,35 @@ class Prewarm(BaseModel):
     model: str = Field(min_length=1, max_length=1024)
 
 
-class GraftworkEndpoints:
-    """vLLM's endpoint plugin."""
+@dataclass(frozen=True)
+class Standing:
+    """Whether users may be sent to this engine: None, or a word for why not; and how to send no more."""
 
-    name = "graftwork"
-    required_tasks = ("generate",)
-
-    def attach_router(self, app: FastAPI) -> None:
-        """Add our routes to vLLM's app."""
-        app.get("/graftwork/marker")(marker)
-        app.get("/graftwork/ready")(ready)
-        app.post("/graftwork/drain")(drain)
-        app.get("/graftwork/residency")(residency)
-        app.get("/graftwork/loads")(loads)
-        app.get("/v1/models")(models)
-        app.get("/v1/models/{name:path}")(model)
-        app.state.graftwork_gate = gate_of_platform()
-        app.post("/graftwork/rollouts")(rollouts)
-        app.post("/graftwork/samples")(samples)
-        app.post("/v1/feedback", status_code=202)(feedback)
-        app.post("/v1/prewarm", status_code=202)(prewarm)
-
-    async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
-        """Connect gateway and residency to the running engine.
-
-        Raises `ServiceError` when a worker runs without our plugin.
-        """
-        settings = engine_client.vllm_config.additional_config["graftwork"]
-        params = load_params(settings["params"])
-        serving_models: OpenAIServingModels = state.openai_serving_models
-        workers = check_marker(await VllmEngine.markers(engine_client))
-        engine = await VllmEngine.connect(engine_client, serving_models)
-        answer_as_asked(serving_models)
-        state.graftwork_marker = {
-            "plugin": settings["version"],
-            "vllm": vllm_version(),
-            "base": settings["base"],
-            "base_name": settings["base_name"],
-            "text_digest": settings["text_digest"],
-            "workers": workers,
-        }
-        state.graftwork_loads = engine.loads
-        catalog = open_catalog(params.paths)
-        Thread(target=catalog.read_ahead, name="graftwork-read-ahead", daemon=True).start()
-        # A catalog of its own: loads may use every connection of the other one.
-        router = Router(
-            open_catalog(params.paths),
-            settings["base_name"],
-            settings["base"],
-            cached_rows=rows_to_cache(params.engine.host_adapters),
-            configured=params.base.name,
-            key_max_age_s=params.gateway.key_max_age_s,
-        )
-        spool = open_spool(params, "gateway")
-        tier = Residency(
-            engine,
-            catalog,
-            open_store(params),
-            params.engine,
-            on_load=lambda **fields: spool.emit("loads", **fields),
-            pinned=lambda: served_names(router.last_released),
-            metrics=LoadMetrics(REGISTRY),
-            retry_after=PromisedWaits(),
-        )
-        engine.watch(tier.take_report)
-        WorkMetrics(REGISTRY)
-        StateMetrics(REGISTRY, params.paths)
-        unread = Gauge("graftwork_catalog_unread_seconds", "Since the catalog could be read last.")
-        unread.set_function(lambda: router.unread_s)
-        shared = None if catalog.is_file else SharedBudgets(params.paths.catalog_url)
-        max_model_len = engine_client.vllm_config.model_config.max_model_len
-        name = f"{socket.gethostname()}:{params.engine.port}"
-        usage, places = UsageLog(params.paths.usage, shared), params.engine.load_queue
-        meter = Meter(usage, places, template_tokens(engine_client.get_tokenizer()))
-        state.graftwork = GatewayState(
-            router,
-            tier,
-            spool,
-            name,
-            max_model_len,
-            GrammarTrial(Path(engine_client.model_config.model)),
-            params.gateway,
-            meter,
-            engine.used,
-        )
-        membership = Membership(catalog, name, params.url("engine"), settings["base"], settings["version"])
-        warm = params.paths.warm / f"{params.engine.port}.json"
-        prewarmer = Prewarmer(tier, router, warm, membership.tell)
-        state.graftwork_membership, state.graftwork_prewarmer = membership, prewarmer
-        limit_s = params.engine.shutdown_s
-
-        def hand_over() -> None:
-            in_parallel(spool.close, usage.hand_over)
-
-        end_requests_first(engine_client, state, limit_s, membership.drain, meter.flush, hand_over)
-        # asyncio keeps only weak references to tasks, so the state holds this one.
-        state.graftwork_prewarming = asyncio.create_task(_serve_until_stopped(prewarmer, membership))
+    why_not_ready: Callable[[], str | None]
+    drain: Callable[[], object]
 
 
-async def _serve_until_stopped(prewarmer: Prewarmer, membership: Membership) -> None:
-    membership.start()
-    try:
-        await prewarmer.run()
-    finally:
-        membership.leave()
+def alone() -> Standing:
+    """Return the standing of an engine that no other one is beside: ready until it is drained."""
+    drained = Event()
+    return Standing(lambda: "draining" if drained.is_set() else None, drained.set)
 
 
-def template_tokens(tokenizer: Any) -> int:
-    """Return how many tokens the base's chat template adds to one message, with a reserve."""
-    try:
-        return len(prompt_ids(tokenizer, "x")) + TEMPLATE_RESERVE
-    except ConfigError:
-        return TEMPLATE_TOKENS
-
-
-def check_marker(workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the workers' markers. Raises `ServiceError` when a worker lacks our loader or operations."""
-    for worker in workers:
-        if worker["manager"] != "PackedWorkerManager" or not worker["modules"]:
-            raise ServiceError(
-                f"The engine runs without Graftwork's loader: its worker has {worker}. "
-                "See the log above for the plugin's error."
-            )
-        if "PunicaWrapperCPU" in worker["operations"]:
-            raise ServiceError(
-                "The engine runs vLLM's own CPU LoRA operations, which give base rows an adapter. "
-                "See the log above for the plugin's error."
-            )
-    return workers
+def attach(app: FastAPI) -> None:
+    """Add our routes to vLLM's app; they answer from its state, once that is set up."""
+    app.get("/graftwork/marker")(marker)
+    app.get("/graftwork/ready")(ready)
+    app.post("/graftwork/drain")(drain)
+    app.get("/graftwork/residency")(residency)
+    app.get("/graftwork/loads")(loads)
+    app.get("/v1/models")(models)
+    app.get("/v1/models/{name:path}")(model)
+    app.state.graftwork_gate = gate_of_platform()
+    app.post("/graftwork/rollouts")(rollouts)
+    app.post("/graftwork/samples")(samples)
+    app.post("/v1/feedback", status_code=202)(feedback)
+    app.post("/v1/prewarm", status_code=202)(prewarm)
+    app.state.graftwork_standing = alone()
 
 
 async def marker(request: Request) -> Response:
@@ -208,12 +76,11 @@ async def marker(request: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     """Say whether users may be sent here: 200, or 503 with a word for the reason."""
-    why = "starting"
-    if (membership := getattr(request.app.state, "graftwork_membership", None)) is not None:
-        state: GatewayState = request.app.state.graftwork
+    why: str | None = "starting"
+    state: GatewayState | None = getattr(request.app.state, "graftwork", None)
+    if state is not None:
         try:
-            missing = request.app.state.graftwork_prewarmer.missing
-            why = await state.router.ask(membership.why_not_ready, state.router, missing)
+            why = await state.router.ask(request.app.state.graftwork_standing.why_not_ready)
         except GraftworkError:
             why = "catalog"
     return JSONResponse({"ready": why is None, "reason": why}, 503 if why else 200)
@@ -221,7 +88,7 @@ async def ready(request: Request) -> Response:
 
 async def drain(request: Request) -> dict[str, bool]:
     """Take no new users from now on; requests that come are still answered. Before a stop, or an upgrade."""
-    request.app.state.graftwork_membership.drain()
+    request.app.state.graftwork_standing.drain()
     return {"draining": True}
 
 

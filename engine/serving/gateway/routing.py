@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -18,7 +18,6 @@ from engine.catalog.catalog import Catalog, Key, Revision, Route, Tenant
 from engine.catalog.records import hash_key
 from engine.errors import AdapterError, Forbidden, Gone, GraftworkError, NotFound, ServiceError
 from engine.serving.gateway.catalog_rows import LEAST_ROWS, CatalogRows
-from engine.serving.gateway.suggesting import SHOWN, Suggester
 from engine.settings.params import DIGEST12, POLICY_NAME, served_name, split_served_name
 
 # A gateway that could not read the catalog for this long drops every canary.
@@ -31,7 +30,11 @@ KEY_MAX_AGE_S = 60.0
 WARM_STEPS = frozenset({"approval", "canary"})
 # Purposes that may reach a pinned revision despite a tombstone: scoring it is not serving it.
 JUDGING = frozenset({"score", "probe"})
+# How many characters of an unknown name an error repeats.
+SHOWN = 100
 CANARY, FALLBACK = "canary", "fallback"
+# Returns the error for an unknown model, as of a change, with suggestions that some patterns cover.
+Unknown = Callable[[str, int, tuple[str, ...]], Awaitable[NotFound]]
 log = logging.getLogger("graftwork.routing")
 
 
@@ -93,7 +96,9 @@ class Router:
         cached_rows: int = LEAST_ROWS,
         configured: str | None = None,
         key_max_age_s: float = KEY_MAX_AGE_S,
+        suggest: Callable[[Catalog, str, Callable[..., Any]], Unknown] | None = None,
     ):
+        """`suggest` makes, of catalog, base and how a thread is asked, what suggests names."""
         self._key_max_age_s = key_max_age_s
         self.base_name = base_name
         # Its directory or hub id in the settings names the base too.
@@ -106,7 +111,7 @@ class Router:
         self.keyed_hash = lru_cache(KEPT_HASHES)(self.hash_once)
         self.rows = CatalogRows(catalog, cached_rows, clock)
         self.ask, self.take_changed = self.rows.ask, self.rows.take_changed
-        self._suggester = Suggester(catalog, base_name, self.rows.in_thread)
+        self._suggest = suggest(catalog, base_name, self.rows.in_thread) if suggest else None
         # What was under release at the look of this number.
         self._released: tuple[int | None, frozenset[tuple[str, str]]] = None, frozenset()
 
@@ -195,17 +200,17 @@ class Router:
 
         A tombstone that was committed before that time is respected; whoever has just looked need not do so
         again. Other work may run meanwhile where the catalog is on a server, and for an unknown name, whose
-        error suggests known ones.
+        error may suggest known ones.
         """
         began = time.time()
         try:
             target, read_at = await self.ask(self._admitted, model, unit, purpose, key, looks)
         except NotFound as missing:
-            if missing.nearest:
+            if missing.nearest or self._suggest is None:
                 raise
             mine = tuple(key.policies) if key is not None else ()
             try:
-                told = await self._suggester.unknown(model, self.rows.seen, mine)
+                told = await self._suggest(model, self.rows.seen, mine)
             except ServiceError as error:
                 raise self.rows.unreadable(error) from None
             raise told from None

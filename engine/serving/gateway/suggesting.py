@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 
 from engine.catalog.catalog import Catalog
 from engine.catalog.records import covers
+from engine.catalog.suggestions import Suggestions
 from engine.errors import NotFound
 from engine.serving.gateway.catalog_rows import RowCache
+from engine.serving.gateway.routing import SHOWN
 from engine.settings.params import POLICY_NAME, split_served_name
 
-# How many characters of an unknown name an error repeats.
-SHOWN = 100
 # Unknown names whose errors are kept.
 KEPT = 1024
 # Threads that look for similar names at once; further requests get an error without suggestions.
@@ -25,11 +25,12 @@ class Suggester:
 
     def __init__(self, catalog: Catalog, base_name: str, in_thread: Callable[..., Awaitable[NotFound]]):
         """`in_thread` returns what a call returns that waits for the catalog."""
-        self._catalog, self._base_name, self._in_thread = catalog, base_name, in_thread
+        self._suggestions = Suggestions(catalog.access)
+        self._base_name, self._in_thread = base_name, in_thread
         self._kept = RowCache(KEPT)
         self._running = 0
 
-    async def unknown(self, model: str, change: int, patterns: tuple[str, ...] = ()) -> NotFound:
+    async def __call__(self, model: str, change: int, patterns: tuple[str, ...] = ()) -> NotFound:
         """Return the error for an unknown model; errors are kept while `change` is the newest change.
 
         It suggests only policies that `patterns`, those of a tenant, cover; none: any.
@@ -52,8 +53,8 @@ class Suggester:
         policy, digest = split_served_name(model)
         is_mine = not patterns or any(covers(pattern, policy) for pattern in patterns)
         if digest and is_mine and POLICY_NAME.fullmatch(policy):
-            return self._catalog.suggestions.missing(policy, digest, patterns)
+            return self._suggestions.missing(policy, digest, patterns)
         # Of a name outside of the tenant's policies nothing is looked up.
-        near = self._catalog.suggestions.policies(policy[:SHOWN], patterns) if is_mine else []
+        near = self._suggestions.policies(policy[:SHOWN], patterns) if is_mine else []
         nearest = [self._base_name, *near]
         return NotFound(f"Unknown model {model[:SHOWN]!r}. Known models: {', '.join(nearest)}.", nearest)

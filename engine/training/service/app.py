@@ -164,7 +164,7 @@ def load_trainer(params: Params, ranks: "Ranks | None" = None) -> "Trainer":
     import torch
 
     from engine.base.resident import base_config, ensure_base
-    from engine.catalog.catalog import open_catalog
+    from engine.catalog.opening import open_catalog
     from engine.planning.gpu import cuda_bytes, planned
     from engine.shared_cores import SharedCores
     from engine.training.service.export import Exporter

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from engine.adapters.revision import Manifest
 from engine.base.prompts import end_tokens, prompt_ids, tokenizer_of
-from engine.catalog.catalog import open_catalog
+from engine.catalog.opening import open_catalog
 from engine.errors import ServiceError
 from engine.planning.gpu import planned
 from engine.publishing.importing import serving_dtype

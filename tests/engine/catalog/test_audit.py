@@ -10,15 +10,17 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DatabaseError
 
-from engine.catalog.audit import START, acting
+from engine.catalog.access import acting
+from engine.catalog.audit import START, Audit
 from engine.catalog.catalog import Catalog, Tenant, migrate
+from engine.catalog.opening import whole_catalog
 from engine.errors import ConfigError, Conflict, NotFound
 from tests.helpers.catalog_migrations import upgrade_to
 from tests.helpers.rows import NEW, fill
 
 
 def entries(catalog: Catalog) -> list[tuple[str, str, str, str | None]]:
-    return [(one.action, one.subject, one.actor, one.on_behalf_of) for one in catalog.audit.page()]
+    return [(one.action, one.subject, one.actor, one.on_behalf_of) for one in Audit(catalog.access).page()]
 
 
 @pytest.fixture
@@ -28,11 +30,11 @@ def filled(catalog: Catalog) -> Catalog:
 
 
 def test_a_change_is_one_entry_with_its_actor_and_the_values_that_changed(filled: Catalog) -> None:
-    before, route = len(filled.audit.page()), filled.routes.get("sorting")
+    before, route = len(Audit(filled.access).page()), filled.routes.get("sorting")
     with acting("ops", "ada"):
         filled.routes.update(replace(route, canary=NEW, weight=0.25), route.version)
     filled.switches.set("freeze", True)
-    changed, switched = filled.audit.page()[before:]
+    changed, switched = Audit(filled.access).page()[before:]
     assert (changed.action, changed.subject) == ("route.change", "sorting")
     assert (changed.actor, changed.on_behalf_of) == ("ops", "ada")
     assert json.loads(changed.before) == {"canary": None, "weight": 0.0}
@@ -42,14 +44,14 @@ def test_a_change_is_one_entry_with_its_actor_and_the_values_that_changed(filled
 
 
 def test_a_refused_change_leaves_no_entry(filled: Catalog) -> None:
-    route, before = filled.routes.get("sorting"), filled.audit.page()
+    route, before = filled.routes.get("sorting"), Audit(filled.access).page()
     with pytest.raises(Conflict):
         filled.routes.update(replace(route, canary=NEW), route.version + 7)
     with pytest.raises(Conflict):
         filled.policies.add(replace(filled.policies.get("sorting"), owner="eve"))
     filled.tombstones.add("sorting", NEW, "bad", "ada")
     filled.tombstones.add("sorting", NEW, "bad again", "eve")
-    assert [one.action for one in filled.audit.page()[len(before) :]] == ["tombstone.write"]
+    assert [one.action for one in Audit(filled.access).page()[len(before) :]] == ["tombstone.write"]
 
 
 def test_every_kind_of_change_is_there(filled: Catalog) -> None:
@@ -63,11 +65,11 @@ def test_every_kind_of_change_is_there(filled: Catalog) -> None:
         "policy.add", "policy.change", "policy.purge", "tombstone.write", "tombstone.lift",
         "revision.retire", "revision.unretire", "route.change",
     } <= {action for action, *_ in entries(filled)}  # fmt: skip
-    assert filled.audit.verify()[0] == len(filled.audit.page())
+    assert Audit(filled.access).verify()[0] == len(Audit(filled.access).page())
 
 
 def test_changes_of_keys_and_tenants_are_entries_without_a_secret(catalog: Catalog) -> None:
-    before = len(catalog.audit.page())
+    before = len(Audit(catalog.access).page())
     key = catalog.keys.create("acme", ["infer"], ["acme-*"], {"concurrency": 4.0})
     hashed = catalog.keys.find(key).hash
     with acting("ops", "ada"):
@@ -78,7 +80,7 @@ def test_changes_of_keys_and_tenants_are_entries_without_a_secret(catalog: Catal
     catalog.keys.revoke(newer)
     with pytest.raises(NotFound):
         catalog.keys.revoke(newer)
-    found, id = catalog.audit.page()[before:], hashed[:12]
+    found, id = Audit(catalog.access).page()[before:], hashed[:12]
     assert [(one.action, one.subject) for one in found] == [
         ("key.create", id), ("key.rotate", id), ("key.limits", id), ("tenant.limits", "acme"),
         ("tenant.limits", "acme"), ("key.revoke", id),
@@ -95,13 +97,13 @@ def test_changes_of_keys_and_tenants_are_entries_without_a_secret(catalog: Catal
     assert revoked["revoked_at"] > 0
     texts = [one.before + one.after for one in found]
     assert not any(secret in text for secret in (key, newer, hashed) for text in texts)
-    assert catalog.audit.verify()[0] == before + 6
+    assert Audit(catalog.access).verify()[0] == before + 6
 
 
 def test_a_key_that_is_refused_leaves_no_entry(catalog: Catalog) -> None:
     first = catalog.keys.create("acme", ["infer"], ["acme-*"])
     other = catalog.keys.create("umbrella", ["infer"], ["umbrella-*"])
-    before = catalog.audit.page()
+    before = Audit(catalog.access).page()
     for refused in (
         lambda: catalog.keys.create("umbrella", ["infer"], ["acme-sums"]),
         lambda: catalog.keys.limit(other, {}, ["acme-sums"]),
@@ -111,23 +113,23 @@ def test_a_key_that_is_refused_leaves_no_entry(catalog: Catalog) -> None:
     ):
         with pytest.raises((Conflict, ConfigError, NotFound)):
             refused()
-    assert catalog.audit.page() == before
+    assert Audit(catalog.access).page() == before
 
 
 def test_the_salt_of_a_route_is_in_no_entry(filled: Catalog) -> None:
     salt = filled.routes.get("sorting").salt
     assert salt
-    assert all(salt not in one.before + one.after for one in filled.audit.page())
+    assert all(salt not in one.before + one.after for one in Audit(filled.access).page())
 
 
 def test_a_policys_own_texts_are_kept_as_hashes(filled: Catalog) -> None:
     policy = filled.policies.get("sorting")
     for said in ("You are Ada.", "You are Bob."):
         filled.policies.add(replace(policy, config={"rank": 8, "system": said, "few_shot": [[said, said]]}))
-    (entry,) = filled.audit.newest(1)
+    (entry,) = Audit(filled.access).newest(1)
     assert entry.action == "policy.change"
     assert json.loads(entry.before)["system"] != json.loads(entry.after)["system"]
-    assert not any("You are" in one.before + one.after for one in filled.audit.page())
+    assert not any("You are" in one.before + one.after for one in Audit(filled.access).page())
 
 
 def test_the_database_refuses_to_change_an_entry(filled: Catalog) -> None:
@@ -160,43 +162,52 @@ def rewritten(catalog: Catalog, *statements: str) -> None:
     ],
 )
 def test_a_changed_log_is_found(sqlite_catalog_url: str, statement: str, sentence: str) -> None:
-    catalog = Catalog(sqlite_catalog_url)
+    catalog = whole_catalog(sqlite_catalog_url)
     for on in (True, False, True, False):
         catalog.switches.set("freeze", on)
-    expected = catalog.audit.verify()
+    expected = Audit(catalog.access).verify()
     assert expected[0] == 4
     rewritten(catalog, statement)
     with pytest.raises(Conflict, match=sentence):
-        catalog.audit.verify(expected)
+        Audit(catalog.access).verify(expected)
     catalog.close()
 
 
 def test_a_log_written_anew_is_found_by_the_hash_that_was_kept(sqlite_catalog_url: str) -> None:
-    catalog = Catalog(sqlite_catalog_url)
-    assert catalog.audit.verify() == (0, START)
+    catalog = whole_catalog(sqlite_catalog_url)
+    assert Audit(catalog.access).verify() == (0, START)
     for on in (True, False):
         catalog.switches.set("freeze", on)
-    expected = catalog.audit.verify()
+    expected = Audit(catalog.access).verify()
     rewritten(catalog, "DELETE FROM audit")
     for on in (True, False):
         catalog.switches.set("other", on)
-    assert catalog.audit.verify()[0] == 2
+    assert Audit(catalog.access).verify()[0] == 2
     with pytest.raises(Conflict, match="expected"):
-        catalog.audit.verify(expected)
+        Audit(catalog.access).verify(expected)
     catalog.close()
 
 
 def test_writers_at_once_make_one_chain(catalog: Catalog) -> None:
-    before = len(catalog.audit.page())
+    before = len(Audit(catalog.access).page())
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda number: catalog.switches.set(f"s{number}", True), range(40)))
-    assert catalog.audit.verify()[0] == before + 40
+    assert Audit(catalog.access).verify()[0] == before + 40
 
 
 def test_a_catalog_without_a_log_is_carried_over(empty_catalog_url: str) -> None:
     upgrade_to(empty_catalog_url, "0007")
     migrate(empty_catalog_url)
-    with closing(Catalog(empty_catalog_url)) as catalog:
-        assert catalog.audit.verify() == (0, START)
+    with closing(whole_catalog(empty_catalog_url)) as catalog:
+        assert Audit(catalog.access).verify() == (0, START)
         catalog.switches.set("freeze", True)
-        assert catalog.audit.verify()[0] == 1
+        assert Audit(catalog.access).verify()[0] == 1
+
+
+def test_a_catalog_is_changed_without_a_log_where_none_is_handed_in(empty_catalog_url: str) -> None:
+    migrate(empty_catalog_url)
+    with closing(Catalog(empty_catalog_url)) as catalog:
+        catalog.switches.set("freeze", True)
+        catalog.note("backup", "somewhere", {})
+        assert catalog.switches.is_on("freeze")
+        assert Audit(catalog.access).page() == []

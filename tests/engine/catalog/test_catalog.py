@@ -28,16 +28,9 @@ from sqlalchemy import Connection, event, select, update
 from engine.catalog import access as catalog_access
 from engine.catalog import changes as catalog_changes
 from engine.catalog import leases as catalog_leases
-from engine.catalog.catalog import (
-    Base,
-    Catalog,
-    Policy,
-    Revision,
-    Route,
-    migrate,
-    open_catalog,
-)
+from engine.catalog.catalog import Base, Catalog, Policy, Revision, Route, migrate
 from engine.catalog.database import open_engine
+from engine.catalog.opening import open_catalog
 from engine.catalog.postgres_timeouts import TimeoutConnection
 from engine.catalog.tables import layouts, metadata
 from engine.errors import AdapterError, ConfigError, Conflict, NotFound, ServiceError

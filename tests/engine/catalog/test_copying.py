@@ -16,9 +16,11 @@ import sqlalchemy as sa
 from sqlalchemy import select
 
 from engine.catalog import copying, tables
-from engine.catalog.catalog import Catalog, Policy, migrate
+from engine.catalog.audit import Audit
+from engine.catalog.catalog import Policy, migrate
 from engine.catalog.copying import copy_catalog, copy_sqlite, snapshot
 from engine.catalog.database import open_engine
+from engine.catalog.opening import whole_catalog
 from engine.controller.route_changes import LEASE
 from engine.errors import ConfigError, Conflict, NotFound, ServiceError
 from tests.helpers.command_line import graftwork
@@ -102,12 +104,12 @@ def test_every_row_goes_to_postgres_and_back(source: str, postgres_server: str, 
 def test_the_copy_is_a_catalog_to_work_with(
     kind: str, request: pytest.FixtureRequest, sqlite_catalog_url: str, tmp_path: Path
 ) -> None:
-    with closing(Catalog(sqlite_catalog_url)) as catalog:
+    with closing(whole_catalog(sqlite_catalog_url)) as catalog:
         catalog.policies.add(Policy("sorting", "b" * 64, {}, "me", 1.0))
         catalog.revisions.add_many([bare("sorting", number) for number in range(5)])
         key = catalog.keys.create("me", "user")
         wanted = (
-            catalog.audit.verify(),
+            Audit(catalog.access).verify(),
             catalog.id,
             catalog.secret,
             catalog.revisions.page("sorting"),
@@ -116,8 +118,8 @@ def test_the_copy_is_a_catalog_to_work_with(
     if kind == "postgresql":
         target = fresh_database(request.getfixturevalue("postgres_server"))
     copy_catalog(sqlite_catalog_url, target)
-    with closing(Catalog(target)) as copy:
-        assert (copy.audit.verify(), copy.id, copy.secret, copy.revisions.page("sorting")) == wanted
+    with closing(whole_catalog(target)) as copy:
+        assert (Audit(copy.access).verify(), copy.id, copy.secret, copy.revisions.page("sorting")) == wanted
         assert copy.keys.find(key)
         # Its numbers go on after the copied ones.
         copy.revisions.add_many([bare("sorting", 5)])
@@ -136,8 +138,8 @@ def test_it_is_as_of_one_moment_while_others_write(sqlite_catalog_url: str, post
             assert eventually(partial(has_more, sqlite_catalog_url, turn))
             target = fresh_database(postgres_server)
             copy_catalog(sqlite_catalog_url, target)
-            with closing(Catalog(target)) as copy:
-                policies, _ = copy.audit.verify()
+            with closing(whole_catalog(target)) as copy:
+                policies, _ = Audit(copy.access).verify()
                 named = {row["subject"] for row in rows_of(target)["audit"]}
                 assert {row["name"] for row in rows_of(target)["policies"]} <= named
             assert policies > turn
@@ -147,12 +149,12 @@ def test_it_is_as_of_one_moment_while_others_write(sqlite_catalog_url: str, post
 
 
 def has_more(url: str, policies: int) -> bool:
-    with closing(Catalog(url)) as catalog:
+    with closing(whole_catalog(url)) as catalog:
         return catalog.policies.count() > policies
 
 
 def write_on(url: str, stop: Any) -> None:
-    with closing(Catalog(url)) as catalog:
+    with closing(whole_catalog(url)) as catalog:
         number = 0
         while not stop.is_set():
             number += 1
@@ -242,7 +244,7 @@ def test_a_locked_database_is_not_waited_for_without_end(
 
 
 def test_the_command_copies_and_refuses_while_a_controller_runs(source: str, tmp_path: Path) -> None:
-    with closing(Catalog(source)) as catalog:
+    with closing(whole_catalog(source)) as catalog:
         catalog.leases.acquire(LEASE, "elsewhere", 60)
         refused = graftwork("catalog", "copy", source, f"sqlite:///{tmp_path}/there.db")
         assert (refused.returncode, "graftwork down" in refused.stderr) == (6, True)
@@ -260,7 +262,7 @@ def test_the_command_copies_and_refuses_while_a_controller_runs(source: str, tmp
 def test_a_hundred_thousand_revisions_both_ways(
     sqlite_catalog_url: str, postgres_server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with closing(Catalog(sqlite_catalog_url)) as catalog:
+    with closing(whole_catalog(sqlite_catalog_url)) as catalog:
         catalog.policies.add(Policy("sorting", "b" * 64, {}, "me", 1.0))
         for first in range(0, 100_000, 10_000):
             catalog.revisions.add_many([bare("sorting", first + number) for number in range(10_000)])

@@ -22,7 +22,9 @@ from engine.catalog import tables
 from engine.catalog.batches import RevisionBatch
 from engine.catalog.catalog import Catalog, Policy, Revision, Route, migrate
 from engine.catalog.database import open_engine
+from engine.catalog.opening import whole_catalog
 from engine.catalog.revision_rows import COLUMNS, encode
+from engine.catalog.suggestions import Suggestions
 from engine.errors import AdapterError, Ambiguous, Conflict, Moved, NotFound, Purged
 from engine.store.segments import Location
 from tests.helpers.catalog_migrations import upgrade_to
@@ -76,7 +78,7 @@ def test_a_batch_with_what_is_no_digest_writes_nothing(catalog: Catalog) -> None
 
 
 def register(url: str, start: int, policy: str) -> None:
-    catalog = Catalog(url)
+    catalog = whole_catalog(url)
     for at in range(start, start + 1000, 100):
         catalog.revisions.add_many(
             [row(i, policy=policy, owner=f"owner-{i % 7}") for i in range(at, at + 100)]
@@ -325,7 +327,7 @@ def test_a_catalog_of_schema_0002_is_carried_over(tmp_path: Path) -> None:
         old.execute("INSERT INTO routes VALUES ('sorting', ?, NULL, NULL, 0, 'salt', 3, 1.0)", [digest(0)])
     migrate(url)
     migrate(url)
-    catalog = Catalog(url)
+    catalog = whole_catalog(url)
     found: list[Revision] = []
     while page := catalog.revisions.scan(after=(found[-1].digest, "sorting") if found else None):
         found += page
@@ -356,7 +358,7 @@ def test_a_catalog_of_schema_0003_keeps_its_rows_in_the_order_of_lists(
         connection.execute(table("names", column("id"), column("name")).insert(), known)
         connection.execute(old.insert(), [dict(zip(names, encode(r, ids), strict=True)) for r in rows])
     migrate(url)
-    with closing(Catalog(url)) as catalog:
+    with closing(whole_catalog(url)) as catalog:
         newest = sorted(rows, key=lambda r: (r.created_at, r.digest), reverse=True)
         assert catalog.revisions.page("sorting", retired=True) == newest
         catalog.policies.add(Policy("sorting", "base", {"rank": 1}, "me", 1.0))
@@ -383,7 +385,7 @@ def test_a_canary_that_ran_under_schema_0005_knows_the_version_of_its_route(
         connection.execute(tables.routes.insert(), known)
         connection.execute(tables.releases.insert(), releases)
     migrate(empty_catalog_url)
-    with closing(Catalog(empty_catalog_url)) as catalog:
+    with closing(whole_catalog(empty_catalog_url)) as catalog:
         releases = catalog.releases.all()
     assert {release.id: release.canary_version for release in releases} == {"r0": None, "r1": 7, "r2": None}
     # Schema 0007: what ran before has one step, and no entry for it.
@@ -481,7 +483,7 @@ def test_a_misspelt_name_is_compared_with_a_few(catalog: Catalog, monkeypatch: p
         return compare(name, names, **how)
 
     monkeypatch.setattr(difflib, "get_close_matches", counts)
-    near = catalog.suggestions.policies("customer-00x")
+    near = Suggestions(catalog.access).policies("customer-00x")
     assert len(near) == 5
     assert any(name.startswith("customer-00") for name in near)
     assert max(compared) <= 50
@@ -580,7 +582,7 @@ def test_a_page_may_have_more_words_than_a_statement_takes(catalog: Catalog, cat
     # SQLite takes 32,766, Postgres 65,535.
     many = 66_000 if catalog_url.startswith("postgresql") else 33_000
     catalog.batches.add(batch([row(number, segment=f"s{number}") for number in range(many)]))
-    other = Catalog(catalog_url)
+    other = whole_catalog(catalog_url)
     assert len(other.places.bytes_by_segment()) == many
     other.close()
 
@@ -589,7 +591,7 @@ def test_revisions_are_read_ahead_beside_one_who_writes(tmp_path: Path) -> None:
     """To open and close the file by other ways than SQLite's would end its locks."""
     path = tmp_path / "catalog.db"
     migrate(f"sqlite:///{path}")
-    catalog, other = Catalog(f"sqlite:///{path}"), Catalog(f"sqlite:///{path}")
+    catalog, other = whole_catalog(f"sqlite:///{path}"), whole_catalog(f"sqlite:///{path}")
     catalog.policies.add(Policy("p", "ba" * 32, {}, "me", 1.0))
     catalog.revisions.add_many([row(i, policy="p") for i in range(3000)])
     other.shorten_log()

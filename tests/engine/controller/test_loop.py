@@ -17,6 +17,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from engine import clocks
+from engine.catalog.audit import Audit
 from engine.catalog.catalog import Catalog, Release, migrate
 from engine.clients.controller import ControllerClient
 from engine.clocks import TrustedClock
@@ -726,10 +727,10 @@ def test_a_decision_names_the_key_beside_the_name_that_was_given(
     headers = {"authorization": f"Bearer {key}"}
     stone = web.post("/rollback", json=revision_body(NEW) | {"by": by}, headers=headers).json()
     assert stone["by"] == shown
-    (entry,) = controller.catalog.audit.newest(1)
+    (entry,) = Audit(controller.catalog.access).newest(1)
     assert (entry.actor, entry.on_behalf_of, entry.action) == (owner, by, "tombstone.write")
     web.post("/rollback", json={"policy": "sorting", "digest": OLD, "reason": "r"}, headers=headers)
-    routed, written = controller.catalog.audit.newest(2)
+    routed, written = Audit(controller.catalog.access).newest(2)
     assert {(one.actor, one.on_behalf_of) for one in (routed, written)} == {(owner, None)}
 
 

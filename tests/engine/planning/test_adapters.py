@@ -14,8 +14,9 @@ from engine.base.model_config import language_model, read_config
 from engine.base.recipes import RECIPES
 from engine.base.sizes import Shape
 from engine.errors import BaseModelError, ConfigError
-from engine.planning.adapters import AdapterPlan, Rates, Wanted, plan_adapters, slot_rank
+from engine.planning.adapters import AdapterPlan, Rates, Wanted, plan_adapters
 from engine.planning.memory import GIB
+from engine.planning.tiers import slot_rank
 from engine.serving.worker.slot_copy import SlotCopyPlan
 from engine.serving.worker.slots import slots_of
 from engine.settings.services import EngineConfig

@@ -9,7 +9,7 @@ import pytest
 from engine.adapters.revision import read_manifest
 from engine.base.families import BaseShapes
 from engine.base.resident import BaseInfo
-from engine.catalog.catalog import open_catalog
+from engine.catalog.opening import open_catalog
 from engine.errors import AdapterError, BaseModelError
 from engine.publishing.base_files import read_claims
 from engine.publishing.foreign import inspect, publish

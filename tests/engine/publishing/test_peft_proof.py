@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.base.families import BaseShapes
 from engine.base.resident import BaseInfo, base_digest
-from engine.catalog.catalog import open_catalog
+from engine.catalog.opening import open_catalog
 from engine.errors import AdapterError, NotFound
 from engine.publishing import peft_proof
 from engine.publishing.foreign import inspect, publish, read_adapter

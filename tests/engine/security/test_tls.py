@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from engine.catalog.catalog import Base, Policy, open_catalog
+from engine.catalog.catalog import Base, Policy
+from engine.catalog.opening import open_catalog
 from engine.clients.controller import ControllerClient
 from engine.clients.http import certificates
 from engine.errors import NotFound, ServiceError

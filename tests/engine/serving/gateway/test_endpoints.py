@@ -5,9 +5,21 @@ import hashlib
 import json
 from types import SimpleNamespace
 
+import httpx
+import pytest
+from fastapi import FastAPI
+
 from engine.catalog.catalog import Key
 from engine.serving.gateway.call import RecentIds, id_for
-from engine.serving.gateway.endpoints import Feedback, feedback
+from engine.serving.gateway.endpoints import Feedback, attach, feedback
+from tests.helpers.gateway_world import make_world
+
+
+@pytest.fixture
+def world(tmp_path):
+    world = make_world(tmp_path)
+    yield world
+    world.usage.close()
 
 
 class Spool:
@@ -39,6 +51,20 @@ async def test_feedback_that_cannot_be_stored_is_a_503():
     assert spool.rows == [("feedback", {"request_id": names[0], "reward": 1.0, "key": "k"})]
     # It is not known, so it may come again.
     assert names[1] not in state.rated
+
+
+async def test_an_engine_alone_is_ready_once_it_is_up_until_it_is_drained(world):
+    """Membership and prewarming are handed in: without them there is nobody to wait for."""
+    app, said = FastAPI(), []
+    attach(app)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        said.append((await client.get("/graftwork/ready")).json()["reason"])
+        app.state.graftwork = world.state
+        said.append((await client.get("/graftwork/ready")).json()["reason"])
+        await client.post("/graftwork/drain")
+        answer = await client.get("/graftwork/ready")
+    assert [*said, answer.json()["reason"], answer.status_code] == ["starting", None, "draining", 503]
 
 
 def words(*given: str) -> str:

@@ -16,6 +16,7 @@ from engine.errors import DamagedBytes
 from engine.serving.gateway.call import Unmetered
 from engine.serving.gateway.gateway import Gateway
 from engine.serving.gateway.holding import unless_left
+from engine.serving.gateway.routing import Router
 from tests.helpers.api_answers import APIS, CHAT, COMPLETIONS, MESSAGES, body_of
 from tests.helpers.gateway_world import CANARY, CHAMPION, make_world, unit_of, warm
 
@@ -48,9 +49,9 @@ async def test_the_route_is_followed_and_observed(world):
     assert not any(row["unit"] == "u3" for row in rows)
 
 
-async def test_a_gateway_without_limits_and_usage_serves_all_the_same(world):
+async def test_a_gateway_without_limits_usage_and_suggestions_serves_all_the_same(world):
     """What is optional is handed in: without it requests, texts and models are answered, cold and warm."""
-    world.state.meter = Unmetered()
+    world.state.meter, world.state.router = Unmetered(), Router(world.catalog, "tiny", "base")
     async with world.client() as client:
         for _ in range(2):
             response = await client.post(

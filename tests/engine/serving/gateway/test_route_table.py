@@ -28,11 +28,11 @@ def app() -> FastAPI:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from engine.serving.gateway.endpoints import GraftworkEndpoints
+    from engine.serving.gateway.endpoints import attach
 
     args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args(["--enable-lora"])
     built = build_app(args, ("generate",))
-    GraftworkEndpoints().attach_router(built)
+    attach(built)
     return built
 
 

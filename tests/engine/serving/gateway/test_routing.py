@@ -10,10 +10,11 @@ import pytest
 
 from engine.catalog.catalog import Base, Catalog, Policy, Release, Revision, Route, migrate
 from engine.catalog.records import Tombstone
+from engine.catalog.suggestions import Suggestions
 from engine.errors import AdapterError, Ambiguous, NotFound, ServiceError
 from engine.serving.gateway.catalog_rows import RowCache, rows_to_cache
 from engine.serving.gateway.routing import STALE_S, Gone, Router, in_canary
-from engine.serving.gateway.suggesting import AT_ONCE
+from engine.serving.gateway.suggesting import AT_ONCE, Suggester
 from engine.settings.releases import ReleaseConfig
 
 CHAMPION, CANARY = "a" * 64, "b" * 64
@@ -110,23 +111,32 @@ def test_a_tombstone_is_stronger_than_the_route(catalog):
 
 
 async def test_unknown_names_are_told_the_known_ones(catalog):
-    router = Router(catalog, "tiny", "base")
+    router = Router(catalog, "tiny", "base", suggest=Suggester)
     with pytest.raises(NotFound, match="tiny, sums"):
         await router.admit("nobody", "ann")
     with pytest.raises(NotFound, match="no revision 'cccc'"):
         await router.admit("sums@cccc", "ann")
 
 
+async def test_a_router_without_suggestions_says_what_is_unknown(catalog):
+    router = Router(catalog, "tiny", "base")
+    for model, said in (("nobody", "Unknown model 'nobody'."), ("sums@cccc", "no revision 'cccc'")):
+        with pytest.raises(NotFound, match=said) as missing:
+            await router.admit(model, "ann")
+        assert missing.value.nearest == ()
+
+
 async def test_suggestions_are_looked_for_in_a_thread_and_shared_until_something_changes(
     catalog, monkeypatch
 ):
-    router, threads, find = Router(catalog, "tiny", "base"), [], catalog.suggestions.policies
+    router, threads = Router(catalog, "tiny", "base", suggest=Suggester), []
+    find = Suggestions.policies
 
-    def suggests(name: str, patterns: tuple[str, ...]) -> list[str]:
+    def suggests(self: Suggestions, name: str, patterns: tuple[str, ...]) -> list[str]:
         threads.append(threading.get_ident())
-        return find(name, patterns)
+        return find(self, name, patterns)
 
-    monkeypatch.setattr(catalog.suggestions, "policies", suggests)
+    monkeypatch.setattr(Suggestions, "policies", suggests)
     for _ in range(3):
         with pytest.raises(NotFound) as missing:
             await router.admit("sum", "ann")
@@ -142,16 +152,16 @@ async def test_suggestions_are_looked_for_in_a_thread_and_shared_until_something
 
 
 async def test_a_flood_of_unknown_names_occupies_few_threads(catalog, monkeypatch):
-    router, running, most, pause_s = Router(catalog, "tiny", "base"), [], [], 0.02
+    router, running, most, pause_s = Router(catalog, "tiny", "base", suggest=Suggester), [], [], 0.02
 
-    def suggests(name: str, patterns: tuple[str, ...]) -> list[str]:
+    def suggests(self: Suggestions, name: str, patterns: tuple[str, ...]) -> list[str]:
         running.append(name)
         most.append(len(running))
         time.sleep(pause_s)
         running.remove(name)
         return []
 
-    monkeypatch.setattr(catalog.suggestions, "policies", suggests)
+    monkeypatch.setattr(Suggestions, "policies", suggests)
     asked = [router.admit(f"nobody-{number}", "ann") for number in range(50)]
     refused = await asyncio.gather(*asked, return_exceptions=True)
     assert all(type(error) is NotFound and "Unknown model" in str(error) for error in refused)
@@ -279,7 +289,7 @@ def test_a_purged_name_is_gone(catalog):
 
 
 async def test_names_that_name_nothing_or_too_much_are_told_the_near_ones(catalog):
-    router = Router(catalog, "tiny", "base")
+    router = Router(catalog, "tiny", "base", suggest=Suggester)
     other = CANARY[:20] + "f" * 44
     catalog.revisions.add_many([replace(catalog.revisions.get("sums", CANARY), digest=other)])
     with pytest.raises(Ambiguous) as several:
