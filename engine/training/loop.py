@@ -8,7 +8,7 @@ revision, or from the newest one when that revision has expired.
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from time import monotonic
@@ -183,7 +183,7 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
         backpressure_s=client.backpressure_s.pop(session.session, 0.0),
         tokens_per_s=found["tokens"] / (learned - began),
     )
-    row = {**step.row(), "handed": newest.digest, "replaced": replaced}
+    row = {**asdict(step), "handed": newest.digest, "replaced": replaced}
     row["collapse"] = None if config.collapse == "ignore" else warning((*session.history, row), drawn)
     # Optimizer step, which stores the session with the row; the same row, with the norm, goes to the ledger.
     adam = AdamParams(learning_rate=learning_rate(config, session.step))

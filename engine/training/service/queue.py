@@ -56,7 +56,9 @@ class Operation:
     def __post_init__(self) -> None:
         assert self.request
         self.id, self.fence = self.request.request_id, getattr(self.request, "fence", None)
-        self.content = self.request.content()
+        # What makes it this request and no other; a hash is valid in this process only.
+        text = self.request.model_dump_json(exclude={"fence", "gathered"})
+        self.content = hash((type(self.request), text))
 
     def go_on(self) -> None:
         """Raise `Cancelled` once the operation is cancelled."""
