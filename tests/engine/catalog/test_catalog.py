@@ -28,6 +28,7 @@ from sqlalchemy import Connection, event, select, update
 from engine.catalog import access as catalog_access
 from engine.catalog import changes as catalog_changes
 from engine.catalog import leases as catalog_leases
+from engine.catalog.access import open_engine
 from engine.catalog.catalog import (
     Base,
     Catalog,
@@ -37,7 +38,6 @@ from engine.catalog.catalog import (
     migrate,
     open_catalog,
 )
-from engine.catalog.database import open_engine
 from engine.catalog.layouts import Layout
 from engine.catalog.postgres_timeouts import TimeoutConnection
 from engine.catalog.tables import layouts, metadata
@@ -555,10 +555,10 @@ def test_a_loop_does_not_wait_for_a_server_that_stands_still(
 
 FROZEN = """
 import sys, time
-from engine.catalog import database
+from engine.catalog import access
 from engine.catalog.catalog import Catalog
 
-database.IDLE_TIMEOUT_MS = 1000
+access.IDLE_TIMEOUT_MS = 1000
 with Catalog(sys.argv[1]).access.write() as connection:
     connection.exec_driver_sql("SELECT 1")
     print("holds the lock", flush=True)

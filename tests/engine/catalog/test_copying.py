@@ -16,9 +16,9 @@ import sqlalchemy as sa
 from sqlalchemy import select
 
 from engine.catalog import copying, tables
+from engine.catalog.access import open_engine
 from engine.catalog.catalog import Catalog, Policy, migrate
 from engine.catalog.copying import copy_catalog, copy_sqlite, snapshot
-from engine.catalog.database import open_engine
 from engine.controller.route_changes import LEASE
 from engine.errors import ConfigError, Conflict, NotFound, ServiceError
 from tests.helpers.command_line import graftwork
