@@ -30,6 +30,8 @@ OPTIONAL = {
     "engine.serving.gateway.membership": {"engine.serving.gateway.endpoints"},
     "engine.serving.gateway.meter": {"engine.serving.gateway.endpoints"},
     "engine.serving.gateway.prewarming": {"engine.serving.gateway.endpoints"},
+    "engine.training.model.ranks": {"engine.training.model.sharded", "engine.training.service.app"},
+    "engine.training.model.sharded": {"engine.training.service.app"},
     "engine.training.several_engines": {"engine.training.run"},
 }
 # Old places of documented imports, which hand on what now lives in a later room: no part of the house.

@@ -23,7 +23,6 @@ from engine.training.loss.grpo import LOSSES
 from engine.training.loss.objective import Objective
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example
-from engine.training.model.sharded import ShardedBase
 from engine.training.model.update import (
     LossCall,
     check_rows,
@@ -63,9 +62,8 @@ class Trainer:
     ):
         self.cores = cores
         self.params, self.base, self.base_digest, self.exporter = params, base, base_digest, exporter
-        # Shared passes were measured on CPU only. Ranks compute several microbatches at once anyway.
-        whole = base.device.type == "cpu" and not isinstance(base, ShardedBase)
-        self.fuses = params.trainer.fuse == "auto" and base.packs and whole
+        # Shared passes were measured on CPU only.
+        self.fuses = params.trainer.fuse == "auto" and base.shares_passes and base.device.type == "cpu"
         self.queue = Queue(params.trainer.queue_of_session, params.trainer.queue, joined, self._perform)
         self.sessions = Sessions(params.paths.sessions, base, base_digest, session_bytes, self.queue.waiting)
         self.metrics = TrainerMetrics()

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine.training.model.lora import ResidentBase, microbatches
-from engine.training.model.packing import Example, TokenRow, can_pack, pack
+from engine.training.model.lora import ResidentBase
+from engine.training.model.packing import Example, TokenRow, can_pack, microbatches, pack
 from tests.helpers.mla_bases import deepseek_v3
 from tests.helpers.moe_bases import glm4_moe, qwen3_moe
 from tests.helpers.packed_rows import ROWS
