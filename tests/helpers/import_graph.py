@@ -18,8 +18,9 @@ HOUSES = ("engine.serving", "engine.training")
 # Modules that put a process together from rooms of every place: each is a room of its own, the last of all.
 ENTRIES = ("engine.controller.__main__",)
 # What an installation can do without, and who alone in the engine may import it: other optional parts, and
-# the entries, which put a process together and hand it in. The main rooms know none of it.
-OPTIONAL = {
+# the entries, which put a process together and hand it in. The main rooms know none of it. A task hands in
+# what the engine has no entry for.
+OPTIONAL: dict[str, set[str]] = {
     "engine.backup": {"engine.controller.__main__"},
     "engine.catalog.fleet": {"engine.controller.__main__", "engine.training.several_engines"},
     "engine.controller.upkeep": {"engine.controller.__main__"},
@@ -32,7 +33,7 @@ OPTIONAL = {
     "engine.serving.gateway.prewarming": {"engine.serving.gateway.endpoints"},
     "engine.training.model.ranks": {"engine.training.model.sharded", "engine.training.service.app"},
     "engine.training.model.sharded": {"engine.training.service.app"},
-    "engine.training.several_engines": {"engine.training.run"},
+    "engine.training.several_engines": set(),
 }
 # Old places of documented imports, which hand on what now lives in a later room: no part of the house.
 OLD_PLACES = ("engine/adapters/bulk.py",)
