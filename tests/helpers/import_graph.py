@@ -31,6 +31,7 @@ OPTIONAL: dict[str, set[str]] = {
     "engine.serving.gateway.membership": {"engine.serving.gateway.endpoints"},
     "engine.serving.gateway.meter": {"engine.serving.gateway.endpoints"},
     "engine.serving.gateway.prewarming": {"engine.serving.gateway.endpoints"},
+    "engine.training.model.experts": {"engine.training.service.app"},
     "engine.training.model.ranks": {"engine.training.model.sharded", "engine.training.service.app"},
     "engine.training.model.sharded": {"engine.training.service.app"},
     "engine.training.several_engines": set(),

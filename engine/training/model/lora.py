@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from torch import Tensor
 from engine.adapters.revision import validate
 from engine.base.families import BaseShapes
 from engine.training.model.adapter import Adapter, Part, by_pattern, chosen_sites, ranks_at, sites_of
-from engine.training.model.experts import SlottedExperts, slotted_experts
 from engine.training.model.linear import ChosenLogprobs, SlottedLinear
 from engine.training.model.packing import (
     IMPLEMENTATION,
@@ -34,7 +33,14 @@ from engine.training.model.packing import (
 )
 from engine.training.model.replay import Replay
 
-Slotted = SlottedLinear | SlottedExperts
+
+class Slotted(Protocol):
+    """A frozen module that adds the products of the active adapters."""
+
+    def switch(self, name: str, parts: Sequence[Part]) -> None:
+        """Activate the adapters of `parts` that have factors at `name`, this module's path."""
+
+
 # A part's log-probabilities, entropies, the base's log-probabilities or None (T), and `Replay.take`.
 Found = tuple[Tensor, Tensor, Tensor | None, tuple[int, int]]
 
@@ -43,7 +49,8 @@ class ResidentBase:
     """The frozen base in `dtype` on a device, shared by all adapters. Not thread-safe.
 
     With `checkpointing`, the backward pass recomputes each layer's activations. `longest` limits a row's
-    tokens, within the base's context.
+    tokens, within the base's context. A base with routed experts needs `slot_experts`, which wraps a layer's
+    (`experts.slotted_experts`).
     """
 
     def __init__(
@@ -55,6 +62,7 @@ class ResidentBase:
         dtype: torch.dtype = torch.float32,
         checkpointing: bool = False,
         longest: int | None = None,
+        slot_experts: Callable[[Any], Slotted] | None = None,
     ):
         from transformers import AutoConfig
 
@@ -73,10 +81,10 @@ class ResidentBase:
         self.vocabulary = int(text.vocab_size)
         self.longest = min(int(text.max_position_embeddings), longest or sys.maxsize)
         self.modules, self.sites = self.shapes.modules(), sites_of(self.shapes)
-        self.slotted: dict[str, Slotted] = {
-            **{name: self._slot(name, SlottedLinear) for name in self.shapes.linear},
-            **{name: self._slot(name, slotted_experts) for name in self.shapes.experts},
-        }
+        self.slotted = {name: self._slot(name, SlottedLinear) for name in self.shapes.linear}
+        if self.shapes.experts:
+            assert slot_experts, "this base has routed experts"
+            self.slotted |= {name: self._slot(name, slot_experts) for name in self.shapes.experts}
         self.replay, self.has_routers = Replay(self.model, self.shapes), bool(self.shapes.experts)
 
     def _load(self, path: Path, dtype: torch.dtype) -> Any:

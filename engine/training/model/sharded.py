@@ -34,22 +34,13 @@ class ShardedBase(ResidentBase):
     On rank 0 it serves as any resident base, for one thread; the others `follow`.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        path: Path,
-        threads: int,
-        microbatch_tokens: int,
-        device: str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        checkpointing: bool = False,
-        longest: int | None = None,
-    ):
+    def __init__(self, ranks: Ranks, *given: Any):
+        """Load this rank's part; `given` is what a resident base is given."""
         from torch.distributed.fsdp import register_fsdp_forward_method
 
         self.ranks = ranks
         self._held: Adapter | None = None
-        super().__init__(path, threads, microbatch_tokens, device, dtype, checkpointing, longest)
+        super().__init__(*given)
         # FSDP2 keeps the root's parameters, embedding and head, after a forward pass unless told otherwise.
         self.model.set_reshard_after_forward(True)
         # A pass calls the decoder and reads the head's weight; FSDP2 gathers both around this root method.

@@ -200,6 +200,7 @@ def load_base(params: Params, path: Path, plan: "MemoryPlan | None") -> "Residen
     import torch
 
     from engine.planning.gpu import trainer_device
+    from engine.training.model.experts import slotted_experts
     from engine.training.model.lora import ResidentBase
 
     trainer = params.trainer
@@ -210,12 +211,20 @@ def load_base(params: Params, path: Path, plan: "MemoryPlan | None") -> "Residen
     if plan is None or device == "cpu":
         checkpointing = trainer.checkpoints_on(cuda=False)
         tokens = microbatch_tokens(json.loads((path / "config.json").read_text()), params)
-        return ResidentBase(path, threads, tokens, checkpointing=checkpointing, longest=longest)
+        return ResidentBase(
+            path,
+            threads,
+            tokens,
+            checkpointing=checkpointing,
+            longest=longest,
+            slot_experts=slotted_experts,
+        )
     # The trainer fails before the engine runs out of memory.
     torch.cuda.set_per_process_memory_fraction(plan.trainer_share)
     dtype = getattr(torch, params.engine.dtype_on(cuda=True))
     checkpointing = trainer.checkpoints_on(cuda=True)
-    return ResidentBase(path, threads, trainer.most_tokens, device, dtype, checkpointing, longest)
+    tokens = trainer.most_tokens
+    return ResidentBase(path, threads, tokens, device, dtype, checkpointing, longest, slotted_experts)
 
 
 def load_part(params: Params, info: "BaseInfo", ranks: "Ranks") -> "ShardedBase":
@@ -226,6 +235,7 @@ def load_part(params: Params, info: "BaseInfo", ranks: "Ranks") -> "ShardedBase"
     import torch
 
     from engine.planning.gpu import cuda_bytes
+    from engine.training.model.experts import slotted_experts
     from engine.training.model.sharded import ShardedBase
 
     found = ranks.every((info.digest, code_version()))
@@ -249,6 +259,7 @@ def load_part(params: Params, info: "BaseInfo", ranks: "Ranks") -> "ShardedBase"
         dtype,
         trainer.checkpoints_on(cuda),
         max(trainer.most_tokens, params.engine.max_model_len),
+        slotted_experts,
     )
 
 
