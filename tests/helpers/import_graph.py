@@ -26,6 +26,7 @@ OPTIONAL: dict[str, set[str]] = {
     "engine.controller.upkeep": {"engine.controller.__main__"},
     "engine.integrations": {"engine.controller.__main__"},
     "engine.notifications": {"engine.controller.__main__", "engine.integrations"},
+    "engine.publishing.foreign": {"engine.training.service.app"},
     "engine.report": {"engine.controller.__main__"},
     "engine.serving.gateway.limits": {"engine.serving.gateway.endpoints", "engine.serving.gateway.meter"},
     "engine.serving.gateway.membership": {"engine.serving.gateway.endpoints"},

@@ -166,6 +166,7 @@ def load_trainer(params: Params, ranks: "Ranks | None" = None) -> "Trainer":
     from engine.base.resident import base_config, ensure_base
     from engine.catalog.catalog import open_catalog
     from engine.planning.gpu import cuda_bytes, planned
+    from engine.publishing.foreign import read_tensors
     from engine.shared_cores import SharedCores
     from engine.training.service.export import Exporter
     from engine.training.service.sessions import FREE_SHARE
@@ -184,7 +185,7 @@ def load_trainer(params: Params, ranks: "Ranks | None" = None) -> "Trainer":
     session_bytes = params.trainer.session_bytes or on_gpu or int(free * FREE_SHARE)
     shares = not (plan or ranks) and takes_all_cores(base_config(params.base, params.paths), params)
     cores = SharedCores(params.paths.cores, "trainer", threads_of(params)) if shares else None
-    return Trainer(params, base, info.digest, exporter, session_bytes, cores)
+    return Trainer(params, base, info.digest, exporter, session_bytes, cores, read_tensors)
 
 
 def threads_of(params: Params, processes: int = 1) -> int:

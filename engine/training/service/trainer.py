@@ -38,7 +38,7 @@ from engine.training.service.metrics import TrainerMetrics, peak_memory
 from engine.training.service.queue import Operation, Queue, joined
 from engine.training.service.session import CURRENT, Session, state_file
 from engine.training.service.sessions import Sessions
-from engine.training.service.start import start_of
+from engine.training.service.start import ReadTensors, start_of
 from engine.training.service.state import find_answer
 from engine.work_metrics import WorkMetrics
 
@@ -59,8 +59,9 @@ class Trainer:
         exporter: Exporter,
         session_bytes: int,
         cores: SharedCores | None = None,
+        read_tensors: ReadTensors | None = None,
     ):
-        self.cores = cores
+        self.cores, self.read_tensors = cores, read_tensors
         self.params, self.base, self.base_digest, self.exporter = params, base, base_digest, exporter
         # Shared passes were measured on CPU only.
         self.fuses = params.trainer.fuse == "auto" and base.shares_passes and base.device.type == "cpu"
@@ -125,7 +126,8 @@ class Trainer:
         return session.journal.answer(request.request_id)
 
     def _begin(self, request: protocol.CreateSession) -> Session:
-        start = start_of(request, self.base, self.base_digest, self.exporter, self.params.paths.sessions)
+        sessions = self.params.paths.sessions
+        start = start_of(request, self.base, self.base_digest, self.exporter, sessions, self.read_tensors)
         session = self.sessions.fresh(start.opened)
         start.fill(session.adapter)
         self._add_policy(request)
