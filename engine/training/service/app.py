@@ -201,31 +201,29 @@ def load_base(params: Params, path: Path, plan: "MemoryPlan | None") -> "Residen
     import torch
 
     from engine.planning.gpu import trainer_device
-    from engine.training.model.experts import slotted_experts
     from engine.training.model.lora import ResidentBase
 
-    trainer = params.trainer
-    threads = threads_of(params)
     device = trainer_device(params, plan is not None)
+    if plan and device != "cpu":
+        # The trainer fails before the engine runs out of memory.
+        torch.cuda.set_per_process_memory_fraction(plan.trainer_share)
+    return ResidentBase(*arguments_of(params, path, threads_of(params), device))
+
+
+def arguments_of(params: Params, path: Path, threads: int, device: str) -> tuple[Any, ...]:
+    """Return what a resident base on this device is given."""
+    import torch
+
+    from engine.training.model.experts import slotted_experts
+
+    trainer, cuda = params.trainer, device != "cpu"
+    tokens, dtype = trainer.most_tokens, getattr(torch, params.engine.dtype_on(cuda))
+    if not cuda:
+        tokens = microbatch_tokens(json.loads((path / "config.json").read_text()), params)
+        dtype = torch.float32
     # The same value as in the memory plan.
     longest = max(trainer.most_tokens, params.engine.max_model_len)
-    if plan is None or device == "cpu":
-        checkpointing = trainer.checkpoints_on(cuda=False)
-        tokens = microbatch_tokens(json.loads((path / "config.json").read_text()), params)
-        return ResidentBase(
-            path,
-            threads,
-            tokens,
-            checkpointing=checkpointing,
-            longest=longest,
-            slot_experts=slotted_experts,
-        )
-    # The trainer fails before the engine runs out of memory.
-    torch.cuda.set_per_process_memory_fraction(plan.trainer_share)
-    dtype = getattr(torch, params.engine.dtype_on(cuda=True))
-    checkpointing = trainer.checkpoints_on(cuda=True)
-    tokens = trainer.most_tokens
-    return ResidentBase(path, threads, tokens, device, dtype, checkpointing, longest, slotted_experts)
+    return path, threads, tokens, device, dtype, trainer.checkpoints_on(cuda), longest, slotted_experts
 
 
 def load_part(params: Params, info: "BaseInfo", ranks: "Ranks") -> "ShardedBase":
@@ -233,10 +231,7 @@ def load_part(params: Params, info: "BaseInfo", ranks: "Ranks") -> "ShardedBase"
 
     Raises `ConfigError` on every rank when one has another base or version.
     """
-    import torch
-
     from engine.planning.gpu import cuda_bytes
-    from engine.training.model.experts import slotted_experts
     from engine.training.model.sharded import ShardedBase
 
     found = ranks.every((info.digest, code_version()))
@@ -246,22 +241,8 @@ def load_part(params: Params, info: "BaseInfo", ranks: "Ranks") -> "ShardedBase"
                 f"Rank {number} has the base {digest[:12]} and Graftwork {version}, rank 0 has "
                 f"{found[0][0][:12]} and {found[0][1]}. Give all ranks the same base and version."
             )
-    trainer, cuda = params.trainer, cuda_bytes() is not None
-    tokens, dtype = trainer.most_tokens, getattr(torch, params.engine.dtype_on(cuda))
-    if not cuda:
-        dtype = torch.float32
-        tokens = microbatch_tokens(json.loads((info.path / "config.json").read_text()), params)
-    return ShardedBase(
-        ranks,
-        info.path,
-        threads_of(params, ranks.near),
-        tokens,
-        f"cuda:{ranks.place}" if cuda else "cpu",
-        dtype,
-        trainer.checkpoints_on(cuda),
-        max(trainer.most_tokens, params.engine.max_model_len),
-        slotted_experts,
-    )
+    device = "cpu" if cuda_bytes() is None else f"cuda:{ranks.place}"
+    return ShardedBase(ranks, *arguments_of(params, info.path, threads_of(params, ranks.near), device))
 
 
 def join(params: Params) -> "Ranks | None":
