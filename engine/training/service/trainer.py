@@ -81,15 +81,11 @@ class Trainer:
         line = getattr(request, "session", "")
         can_stop = isinstance(request, WITH_PASSES) and not is_brief(request)
         can_join = self.fuses and isinstance(request, protocol.ForwardBackward) and is_joinable(request)
+        # An optim_step follows gradients, and an export follows an optim_step.
+        leads = isinstance(request, protocol.ForwardBackward | protocol.OptimStep)
+        timed = self.metrics.timed(work)
         return self.queue.submit(
-            request,
-            line,
-            self.metrics.timed(work),
-            can_stop=can_stop,
-            can_join=can_join,
-            brief=is_brief(request),
-            # An optim_step follows gradients, and an export follows an optim_step.
-            leads=isinstance(request, protocol.ForwardBackward | protocol.OptimStep),
+            Operation(request, line, timed, can_stop, can_join, is_brief(request), leads)
         )
 
     def operation(self, id: str) -> "Future[Any]":
