@@ -1,4 +1,4 @@
-"""Atomic file writes: whole or not at all, and on request durable across a power cut."""
+"""Atomic file writes, whole or not at all and on request durable across a power cut; where parts begin."""
 
 import errno
 import os
@@ -6,6 +6,9 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+# Blocks of a packed file, and blobs of a store, begin at multiples of this.
+ALIGNMENT = 64
 
 
 def sync(path: Path) -> None:
@@ -75,3 +78,8 @@ def _link(draft: Path, path: Path) -> None:
         path.touch(draft.stat().st_mode & 0o777, exist_ok=False)
         path.write_text(draft.read_text())
         sync(path)
+
+
+def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
+    """Return the next multiple of `to`."""
+    return -(-nbytes // to) * to

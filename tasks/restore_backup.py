@@ -27,10 +27,10 @@ from engine.backup.manifest import (
     read,
 )
 from engine.backup.place import BackupPlace
+from engine.catalog.access import sqlite_path
 from engine.catalog.audit import Audit
 from engine.catalog.catalog import Catalog, migrate
 from engine.catalog.copying import copy_catalog, require_empty
-from engine.catalog.database import sqlite_path
 from engine.catalog.opening import whole_catalog
 from engine.catalog.records import SCHEMA_VERSION
 from engine.errors import ConfigError, Conflict, GraftworkError, MissingBytes, ServiceError

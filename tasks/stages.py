@@ -124,6 +124,7 @@ def adapt(params: Params, report: Report, on_step: Callable[[str, int], OnStep])
     An interrupted run continues from its last step. A finished run leaves only its output.
     """
     from engine.training.loop import train
+    from engine.training.several_engines import Engines
 
     files = files_of(params)
     if params.evaluate.revision != "adapt":
@@ -137,7 +138,7 @@ def adapt(params: Params, report: Report, on_step: Callable[[str, int], OnStep])
         [known, read_json(files.engine, "suites"), read_json(files.base / "base.json", "base")]
     )
     with own_services(params, f"adapt-{key[:DIGEST12]}", ("engine", "trainer"), report) as (stage, local_key):
-        trained = train(stage, policy, config, local_key, on_step(policy, config.steps))
+        trained = train(stage, policy, config, local_key, on_step(policy, config.steps), Engines.of)
         write_adapted(files, {"digest": trained.digest, "step": trained.step}, trained.curve)
         shutil.copytree(trained.directory, files.adapt / "revision")
 

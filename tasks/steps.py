@@ -64,11 +64,12 @@ def flush() -> None:
 def train(params: Params, policy: str, config: PolicyConfig, key: str, on_step: OnStep) -> "Trained":
     """Train a policy with GRPO on the resident base and export its revision."""
     from engine.training import loop
+    from engine.training.several_engines import Engines
     from tasks.progress import both, log_collapse
     from tasks.tracking import tracked
 
     with tracked(params, policy) as track:
-        return loop.train(params, policy, config, key, both(on_step, both(track, log_collapse)))
+        return loop.train(params, policy, config, key, both(on_step, both(track, log_collapse)), Engines.of)
 
 
 @task(name="register", task_run_name="register {policy}", cache_policy=NO_CACHE)

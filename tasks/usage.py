@@ -26,8 +26,7 @@ def usage_by(
     `begin` and `end` are ISO times (UTC); the hours from `begin` on and before `end` count. Raises
     `ConfigError` for an unknown subject or another form of time.
     """
-    from engine.catalog.access import Access
-    from engine.catalog.database import sqlite_path
+    from engine.catalog.access import Access, sqlite_path
     from engine.metering.shared_usage import sums_by
 
     if by not in SUBJECTS:

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.adapters.sizes import aligned
 from engine.base.families import EXPERT, FUSED
 from engine.errors import AdapterError
+from engine.files import aligned
 
 FORMAT_VERSION = 2
 # Version 1 had no experts; everything else is written the same way.

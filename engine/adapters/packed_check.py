@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from engine.adapters.packed import Block, PackedLayout
-from engine.adapters.sizes import aligned
 from engine.errors import AdapterError
+from engine.files import aligned
 
 # Names that a message may repeat: short, without control characters.
 NAME = re.compile(r"[\w.-]{1,300}", re.ASCII)

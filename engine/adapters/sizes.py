@@ -11,9 +11,8 @@ from itertools import chain, groupby
 
 from engine.base.attention import Size
 from engine.base.families import BaseShapes, Projections
+from engine.files import aligned
 
-# Blocks of a packed file, and blobs of a store, begin at multiples of this.
-ALIGNMENT = 64
 # Projections cut along their inputs, and those that every device holds whole; all others are cut along
 # outputs.
 ROW = ("o_proj", "down_proj")
@@ -91,8 +90,3 @@ def _runs(leaves: Collection[str], fused: Mapping[str, tuple[str, ...]]) -> Iter
         for there, run in groupby(parts, key=lambda part: part in leaves):
             if there:
                 yield tuple(run)
-
-
-def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
-    """Return the next multiple of `to`."""
-    return -(-nbytes // to) * to

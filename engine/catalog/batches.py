@@ -16,7 +16,7 @@ from engine.catalog.access import Access
 from engine.catalog.purges import refuse_purged
 from engine.catalog.records import Revision
 from engine.catalog.revision_rows import DIGEST_BYTES, EXPORTED, RevisionRows, blobs, cut, table
-from engine.catalog.revisions import moved, publish_again
+from engine.catalog.revisions import marks, moved, publish_again
 from engine.catalog.withheld import lift_quarantine
 
 
@@ -122,7 +122,9 @@ class Batches:
         """Publish a batch as `Revisions.add_many` does; `shared` holds the numbers of rows, from 0."""
         values = self._values(batch)
         with self._access.write() as connection:
-            refuse_purged(connection, set(batch.policies))
+            any_purged, any_held = marks(connection)
+            if any_purged:
+                refuse_purged(connection, set(batch.policies))
             if shared:
                 for (number,) in connection.exec_driver_sql(self._unnamed, values):
                     if number in shared:
@@ -135,8 +137,9 @@ class Batches:
                 fresh = set(connection.exec_driver_sql(self._added, values).scalars())
                 is_new = [number in fresh for number in range(len(batch))]
                 publish_again(connection, [batch.row(i) for i, new in enumerate(is_new) if not new])
-            # A quarantine left by a deleted row says nothing about these bytes.
-            lift_quarantine(connection, compress(zip(batch.policies, batch.digests, strict=True), is_new))
+            if any_held:
+                # A quarantine left by a deleted row says nothing about these bytes.
+                lift_quarantine(connection, compress(zip(batch.policies, batch.digests, strict=True), is_new))
         return is_new
 
     def _values(self, batch: RevisionBatch) -> dict[str, Any]:

@@ -15,12 +15,20 @@ from sqlalchemy import Connection, extract, func, select
 from sqlalchemy.exc import OperationalError
 
 from engine.catalog import tables
-from engine.catalog.access import Access, Record, schema_fault, unrecorded
+from engine.catalog.access import (
+    Access,
+    Record,
+    open_engine,
+    read_ahead,
+    schema_fault,
+    shorten_log,
+    sqlite_path,
+    unrecorded,
+)
 from engine.catalog.aliases import Aliases
 from engine.catalog.bases import Bases
 from engine.catalog.batches import Batches
 from engine.catalog.changes import Changes
-from engine.catalog.database import open_engine, read_ahead, shorten_log, sqlite_path
 from engine.catalog.keys import Keys
 from engine.catalog.layouts import Layouts
 from engine.catalog.leases import Leases

@@ -15,9 +15,8 @@ from sqlalchemy import Connection, Table, inspect, literal, select, text, update
 from sqlalchemy.exc import DatabaseError
 
 from engine.catalog import tables
-from engine.catalog.access import Access
+from engine.catalog.access import Access, database, open_engine, sqlite_path
 from engine.catalog.catalog import upgrade
-from engine.catalog.database import database, open_engine, sqlite_path
 from engine.errors import Conflict, ServiceError
 from engine.files import replacing
 

@@ -1,5 +1,6 @@
 """Layouts: the headers that packed adapters share, by the sha256 of their body."""
 
+from dataclasses import dataclass
 from hashlib import sha256
 
 from sqlalchemy import select
@@ -7,6 +8,14 @@ from sqlalchemy import select
 from engine.catalog import tables
 from engine.catalog.access import Access
 from engine.errors import AdapterError, NotFound
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout's body and its sha256, in hex."""
+
+    digest: str
+    body: str
 
 
 class Layouts:
@@ -18,8 +27,7 @@ class Layouts:
     def add(self, digest: str, body: str) -> None:
         """Add a layout by the sha256 of its body; a damaged body is replaced."""
         with self._access.write() as connection:
-            row = self._access.insert(tables.layouts).values(digest=digest, body=body)
-            connection.execute(row.on_conflict_do_update(index_elements=["digest"], set_={"body": body}))
+            connection.execute(self._access.put(tables.layouts, Layout(digest, body)))
 
     def get(self, digest: str) -> str:
         """Return a layout's body; `NotFound` when there is none, `AdapterError` when it fails its digest."""

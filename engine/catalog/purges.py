@@ -103,8 +103,6 @@ class Purges:
 def refuse_purged(connection: Connection, policies: Collection[str]) -> None:
     """Raise `Purged` when some of these policies were purged and not created again."""
     gone, known = tables.purged.c, tables.policies.c
-    if connection.execute(select(gone.policy).limit(1)).first() is None:
-        return
     there = select(known.name).where(known.name == gone.policy)
     query = select(gone.policy).where(~there.exists()).order_by(gone.policy)
     wanted, found = list(policies), list[str]()

@@ -12,9 +12,11 @@ from sqlalchemy import Connection, bindparam, func, literal, select, tuple_, upd
 
 from engine.catalog import tables
 from engine.catalog.access import Access
+from engine.catalog.layouts import Layout
 from engine.catalog.purges import refuse_purged
 from engine.catalog.records import Revision
 from engine.catalog.revision_rows import (
+    CANDIDATES,
     COLUMNS,
     EXPORTED,
     NEWEST_FIRST,
@@ -50,24 +52,32 @@ class Revisions:
         values = ", ".join([mark] * len(COLUMNS))
         self._add = f"INSERT INTO revisions ({columns}) VALUES ({values}) ON CONFLICT DO NOTHING"
 
-    def add_many(self, rows: Sequence[Revision], shared: Collection[str] = ()) -> list[bool]:
+    def add_many(
+        self, rows: Sequence[Revision], shared: Collection[str] = (), layouts: Sequence[Layout] = ()
+    ) -> list[bool]:
         """Publish revisions, whose bytes are in the store, in one transaction; return which are new.
 
         A known snapshot that is published again as `exported` becomes exported and takes the new expiry; as a
         snapshot it expires at the later of the two times. `shared` holds the digests whose bytes were not
-        appended but found by `Places.find`. Raises `Moved` when no row names such a place any more, and
-        `Purged` for purged policies; then nothing is written.
+        appended but are another row's. `layouts` are added with the rows, as `Layouts.add` does. Raises
+        `Moved` when no row names such bytes any more, and `Purged` for purged policies; then nothing is
+        written.
         """
         ids = self._rows.intern(word for row in rows for word in words(row))
         values = [encode(row, ids) for row in rows]
         with self._access.write() as connection:
-            refuse_purged(connection, {row.policy for row in rows})
+            any_purged, any_held = marks(connection)
+            if any_purged:
+                refuse_purged(connection, {row.policy for row in rows})
+            for layout in layouts:
+                connection.execute(self._access.put(tables.layouts, layout))
             for row, value in zip(rows, values, strict=True):
                 if row.digest in shared and not _is_named(connection, value):
                     raise moved(row.policy, row.digest)
             is_new = [connection.exec_driver_sql(self._add, value).rowcount == 1 for value in values]
-            # A quarantine left by a deleted row says nothing about these bytes.
-            lift_quarantine(connection, [(row.policy, row.digest) for row in compress(rows, is_new)])
+            if any_held:
+                # A quarantine left by a deleted row says nothing about these bytes.
+                lift_quarantine(connection, [(row.policy, row.digest) for row in compress(rows, is_new)])
             publish_again(connection, [row for row, new in zip(rows, is_new, strict=True) if not new])
         return is_new
 
@@ -80,6 +90,20 @@ class Revisions:
         if found is None:
             raise self._unknown.missing(policy, digest_prefix)
         return found
+
+    def copies(self, policy: str, digest: str) -> list[tuple[Revision, bool]]:
+        """Return rows of this whole digest, the policy's own first, and whether each is in quarantine.
+
+        There may be thousands under other policies; `CANDIDATES` are enough to share their bytes.
+        """
+        stones = tables.quarantine.c
+        is_held = (stones.policy == table.policy) & (stones.digest == digest)
+        query = select(*COLUMNS, stones.reason).outerjoin(tables.quarantine, is_held)
+        query = query.where(table.digest == blob(digest)).order_by(table.policy != policy).limit(CANDIDATES)
+        with self._access.read(self._access.single) as connection:
+            rows = connection.execute(query).all()
+        found = self._rows.decode([row[:-1] for row in rows])
+        return [(row, reason is not None) for row, (*_, reason) in zip(found, rows, strict=True)]
 
     def page(
         self,
@@ -119,6 +143,13 @@ class Revisions:
     def set_probe(self, policy: str, digest: str, result: dict[str, Any]) -> None:
         """Record the result of a revision's effect probe; `NotFound` when there is no such revision."""
         self._rows.change(policy, digest, probe=result)
+
+
+def marks(connection: Connection) -> tuple[bool, bool]:
+    """Say whether any policy is purged, and any revision in quarantine: mostly none is."""
+    query = select(select(tables.purged.c.policy).exists(), select(tables.quarantine.c.policy).exists())
+    any_purged, any_held = connection.execute(query).one()
+    return any_purged, any_held
 
 
 def moved(policy: str, digest: str) -> Moved:

@@ -196,6 +196,11 @@ def read_adapter(directory: Path, base: BaseShapes, dtype: torch.dtype | None = 
     return Foreign(_describe(entries, detected, tensors, base), tensors, scaling.base_name)
 
 
+def read_tensors(directory: Path, base: BaseShapes) -> dict[str, torch.Tensor]:
+    """Return the tensors of `read_adapter` in float32, for a session that starts at them."""
+    return dict(read_adapter(directory, base, torch.float32).tensors)
+
+
 def _check_ranks(detected: Detected, scaling: Scaling) -> None:
     for module, rank in detected.ranks.items():
         factor, _ = detected.pairs[module]

@@ -1,6 +1,6 @@
 """Publication of one revision: its bytes go into the store, then a catalog row commits them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.adapters import packed
+from engine.catalog.layouts import Layout
 from engine.catalog.records import Revision
 from engine.catalog.revision_rows import location
 from engine.errors import AdapterError, Conflict, DamagedBytes, MissingBytes, Moved, NotFound
 from engine.publishing.ownership import claim
 from engine.settings.params import served_name
 from engine.store.checksums import is_whole
+from engine.store.segments import Location
 
 if TYPE_CHECKING:
     from engine.adapters.revision import Manifest, Tensors
@@ -27,10 +29,14 @@ ATTEMPTS = 5
 
 @dataclass(frozen=True)
 class PlacedRevision:
-    """A revision's row before its commit; `is_shared`: another row already names its bytes."""
+    """A revision's row before its commit; `is_shared`: another row already names its bytes.
+
+    `layout` is committed with it; None: the catalog has it.
+    """
 
     row: Revision
     is_shared: bool
+    layout: Layout | None = None
 
 
 def publish(
@@ -45,7 +51,8 @@ def publish(
             placed = place()
             row = replace(placed.row, **changes)
             with suppress(Moved):
-                catalog.revisions.add_many([row], [row.digest] if placed.is_shared else [])
+                layouts = [placed.layout] if placed.layout else []
+                catalog.revisions.add_many([row], [row.digest] if placed.is_shared else [], layouts)
                 return row
     finally:
         store.committed()
@@ -67,19 +74,25 @@ def put(
 ) -> PlacedRevision:
     """Return the row of a revision whose bytes in the store are whole; append them where they are not.
 
-    A known revision with damaged or missing bytes or layout gets new ones. The row of a new revision is not
-    committed yet. Arguments as for `append`.
+    The adapter of `base` is packed in `dtype`; whole bytes of another policy's row are shared. The row of a
+    new revision, exported and created at `now` (epoch seconds), is not committed yet; its layout neither. A
+    known revision with damaged or missing bytes or layout gets new ones.
     """
     given = (catalog, store, tensors, manifest, dtype, base, owner, now)
-    known = catalog.revisions.find(manifest.policy, manifest.digest)
-    if known is None:
-        return append(*given)
+    copies = catalog.revisions.copies(manifest.policy, manifest.digest)
+    if not copies or copies[0][0].policy != manifest.policy:
+        return _append(*given, [location(row) for row, is_held in copies if not is_held])
+    known, is_held = copies[0]
     if store.check([location(known)]) == [None] and _has_layout(catalog, known):
-        if catalog.quarantine.reason(known.policy, known.digest):
+        if is_held:
             catalog.quarantine.release(known.policy, known.digest)
         return PlacedRevision(known, is_shared=True)
     # Bytes of its own: those of another row could be gone before this row names them.
-    return PlacedRevision(catalog.places.replace(append(*given, shares=False).row), is_shared=True)
+    fresh = _append(*given)
+    assert fresh.layout
+    # Before a row that is served names it.
+    catalog.layouts.add(fresh.layout.digest, fresh.layout.body)
+    return PlacedRevision(catalog.places.replace(fresh.row), True, fresh.layout)
 
 
 def _has_layout(catalog: "Catalog", row: Revision) -> bool:
@@ -89,7 +102,7 @@ def _has_layout(catalog: "Catalog", row: Revision) -> bool:
         return False
 
 
-def append(
+def _append(
     catalog: "Catalog",
     store: "Store",
     tensors: "Tensors",
@@ -98,24 +111,17 @@ def append(
     base: "BaseShapes",
     owner: str,
     now: float,
-    shares: bool = True,
+    copies: Iterable[Location] = (),
 ) -> PlacedRevision:
-    """Pack an adapter of `base` in `dtype`, append its bytes to the store and add its layout.
-
-    Identical bytes that are stored already are shared. Return the row that would commit them, of an exported
-    revision created at `now` (epoch seconds).
-    """
+    """Pack an adapter and append its bytes to the store, unless they are whole at one of `copies`."""
     if store.claimed_by != catalog.id:
         claim(catalog, store)
     whole = packed.pack(tensors, dtype, base.fused)
     payload = whole.tobytes()
-    at = catalog.places.find([manifest.digest]).get(manifest.digest) if shares else None
-    is_shared = at is not None and is_whole(payload, at.checksum) and store.check([at]) == [None]
-    if at is None or not is_shared:
-        (at,) = store.append_many([payload])
-    catalog.layouts.add(whole.layout.digest, whole.layout.to_json())
+    whole_copies = (at for at in copies if is_whole(payload, at.checksum) and store.check([at]) == [None])
+    shared = next(whole_copies, None)
     row = Revision(
-        **at._asdict(),
+        **(shared or store.append(payload))._asdict(),
         state="exported",
         policy=manifest.policy,
         digest=manifest.digest,
@@ -128,7 +134,7 @@ def append(
         owner=owner,
         created_at=now,
     )
-    return PlacedRevision(row, is_shared)
+    return PlacedRevision(row, shared is not None, Layout(row.layout, whole.layout.to_json()))
 
 
 def stored_tensors(catalog: "Catalog", store: "Store", row: Revision) -> "Tensors":

@@ -302,7 +302,7 @@ def serve(arguments: list[str], log_format: str = "text") -> None:
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from engine.security.uvicorn_limits import limit_connections
+    from engine.security.http import limit_connections
 
     accept_bursts()
     limit_connections()

@@ -24,9 +24,8 @@ from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.adapters.sizes import ALIGNMENT, aligned
 from engine.errors import DamagedBytes, MissingBytes, ServiceError
-from engine.files import replacing, sync, write_once
+from engine.files import ALIGNMENT, aligned, replacing, sync, write_once
 from engine.store.checksums import Checked, Payload, checksum_of, is_whole
 
 PAGE = 4096

@@ -8,7 +8,7 @@ revision, or from the newest one when that revision has expired.
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from time import monotonic
@@ -22,7 +22,7 @@ from engine.problems.procedural import check_task, stream
 from engine.settings.params import Params
 from engine.settings.policies import PolicyConfig
 from engine.training.rollout_data import Drawn, Sampler, build_data, judge, refill, teaches
-from engine.training.run import Run, prepare
+from engine.training.run import EnginesOf, Run, prepare
 from engine.training.run_health import refuse_collapse, refuse_without_signal, warning
 from engine.training.service.protocol import AdamParams, Exported, SessionInfo
 from engine.training.service.train_step import TrainStep
@@ -56,17 +56,23 @@ class Trained:
 
 
 def train(
-    params: Params, policy: str, config: PolicyConfig, key: str, on_step: OnStep | None = None
+    params: Params,
+    policy: str,
+    config: PolicyConfig,
+    key: str,
+    on_step: OnStep | None = None,
+    engines_of: EnginesOf | None = None,
 ) -> Trained:
     """Train a policy by GRPO up to `config.steps`, and export its revision with an effect probe.
 
     Idempotent: a line of training that has all its steps is only exported again. `on_step` receives each new
-    step's row. Raises `ServiceError` when the trainer or the engine stays unavailable, `ConfigError` when
-    `no_signal_steps` steps in a row had nothing to learn from, or when it is to stop at a collapse.
+    step's row. `engines_of` gives the engines that sample where there are several. Raises `ServiceError` when
+    the trainer or the engine stays unavailable, `ConfigError` when `no_signal_steps` steps in a row had
+    nothing to learn from, or when it is to stop at a collapse.
     """
     check_task(config.task)
     began = monotonic()
-    with closing(prepare(params, policy, config, key)) as run:
+    with closing(prepare(params, policy, config, key, engines_of)) as run:
         session = open_session(run)
         while session.step < config.steps:
             session = next_step(run, session)
@@ -183,7 +189,7 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
         backpressure_s=client.backpressure_s.pop(session.session, 0.0),
         tokens_per_s=found["tokens"] / (learned - began),
     )
-    row = {**step.row(), "handed": newest.digest, "replaced": replaced}
+    row = {**asdict(step), "handed": newest.digest, "replaced": replaced}
     row["collapse"] = None if config.collapse == "ignore" else warning((*session.history, row), drawn)
     # Optimizer step, which stores the session with the row; the same row, with the norm, goes to the ledger.
     adam = AdamParams(learning_rate=learning_rate(config, session.step))

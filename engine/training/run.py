@@ -3,6 +3,7 @@
 import os
 import socket
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,8 +24,8 @@ from engine.settings.params import Params, content_hash
 from engine.settings.policies import PolicyConfig
 from engine.training.lineage import Line, line_of
 from engine.training.rollout_data import Ahead, Source
+from engine.training.rollouts import SamplesGroups
 from engine.training.service.client import TrainerClient
-from engine.training.several_engines import Engines
 from engine.version import code_version
 
 
@@ -64,7 +65,13 @@ class Run:
                 part.close()
 
 
-def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
+# Returns the engines that sample for a run, given the base's digest; None: the one of this machine.
+EnginesOf = Callable[[Params, str], SamplesGroups | None]
+
+
+def prepare(
+    params: Params, policy: str, config: PolicyConfig, key: str, engines_of: EnginesOf | None = None
+) -> Run:
     """Open a run's resources; `ConfigError` for settings that would otherwise fail after the rollouts."""
     from engine.training.loss.grpo import loss_of
 
@@ -92,8 +99,7 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
             "engine.routed_experts to true and restart the services, or set router_replay to false."
         )
     url = params.url("engine")
-    # A catalog in the state directory is of one machine, which has one engine.
-    engines = Engines.open(params.paths, base.digest, url) if params.catalog.url else None
+    engines = engines_of(params, base.digest) if engines_of else None
     source = Source(policy, config, line, tokenizer, url, key, base_name, replays, engines)
     spool = open_spool(params, f"train-{policy}")
     client = TrainerClient.of(params, timeout_s=params.trainer.operation_timeout_s)

@@ -15,7 +15,7 @@ from engine.catalog.catalog import Catalog
 from engine.catalog.fleet import Fleet
 from engine.catalog.opening import open_catalog
 from engine.errors import GraftworkError, ServiceError
-from engine.settings.params import Paths
+from engine.settings.params import Params
 from engine.threads import background
 from engine.training.rollouts import Groups, Sample, Sampling, sample_groups
 
@@ -33,9 +33,12 @@ class Engines:
         self._url, self._urls, self._are_several = url, [url], False
 
     @classmethod
-    def open(cls, paths: Paths, base: str, url: str) -> Self:
-        """Return the engines of an installation's catalog."""
-        return cls(open_catalog(paths), base, url)
+    def of(cls, params: Params, base: str) -> Self | None:
+        """Return the engines of an installation's catalog.
+
+        None where it is in the state directory: it is of one machine then, which has one engine.
+        """
+        return cls(open_catalog(params.paths), base, params.url("engine")) if params.catalog.url else None
 
     def close(self) -> None:
         """Close the catalog."""

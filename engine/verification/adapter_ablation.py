@@ -21,7 +21,7 @@ from engine.adapters.revision import (
 from engine.base.families import BaseShapes
 from engine.catalog.catalog import Catalog, Revision
 from engine.clients.engine import EngineClient
-from engine.publishing.publish import append, publish
+from engine.publishing.publish import publish, put
 from engine.quality.probe import MEASURES, Probe, gaps
 from engine.settings.params import served_name
 from engine.store.segments import Store
@@ -60,7 +60,7 @@ class AdapterAblation:
         dtype = next(iter(tensors.values())).dtype
         given = (self.catalog, self.store, tensors, manifest, dtype, self.base, self.row.owner, now)
         expires_at = now + KEPT_S
-        publish(self.catalog, self.store, partial(append, *given), state="snapshot", expires_at=expires_at)
+        publish(self.catalog, self.store, partial(put, *given), state="snapshot", expires_at=expires_at)
         return served_name(self.row.policy, manifest.digest)
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
+from engine.catalog.access import CACHE_KIB, CHECKPOINT_PAGES
 from engine.catalog.catalog import migrate
-from engine.catalog.database import CACHE_KIB, CHECKPOINT_PAGES
 from engine.catalog.revision_rows import prefix_range
 
 # What one fsync and one commit are for, at most: about as much as in bulk registration.

@@ -182,7 +182,7 @@ def resolve(url: str, base_digest: str, names: list[str], rounds: int, spawned: 
 
 def driver_alone(url: str) -> Callable[[str], object] | None:
     """Return one indexed read by SQLite's driver; None for another database."""
-    from engine.catalog.database import sqlite_path
+    from engine.catalog.access import sqlite_path
 
     if (path := sqlite_path(url)) is None:
         return None

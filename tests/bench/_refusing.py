@@ -11,7 +11,7 @@ from typing import Any
 
 import uvicorn
 
-from engine.security.uvicorn_limits import limit_connections
+from engine.security.http import limit_connections
 
 BODY = b'{"error":{"message":"No valid API key was sent.","type":"invalid_request_error"}}'
 

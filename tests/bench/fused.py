@@ -23,6 +23,7 @@ from engine.settings.params import BaseConfig, load_params
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow
 from engine.training.model.update import LossCall, forward_backward, is_worth_fusing
+from tests.helpers.resident_bases import resident
 
 POLICIES = (1, 3, 9)
 SAMPLES = (8, 16, 32, 128)
@@ -119,7 +120,7 @@ def main() -> None:
         chosen.append(ratio > 0.9)
 
     bases = {
-        name: ResidentBase(ensure_base(BaseConfig(name=name), paths).path, 1, MICROBATCH_TOKENS)
+        name: resident(ensure_base(BaseConfig(name=name), paths).path, 1, MICROBATCH_TOKENS)
         for name in given.bases
     }
     run.parts(

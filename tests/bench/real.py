@@ -32,8 +32,8 @@ from engine.base.prompts import prompt_ids
 from engine.base.resident import BaseInfo, base_config, ensure_base
 from engine.base.sizes import Shape
 from engine.settings.params import Params, load_params
-from engine.training.model.lora import ResidentBase, stream_tokens
-from engine.training.model.packing import Example, TokenRow
+from engine.training.model.lora import ResidentBase
+from engine.training.model.packing import Example, TokenRow, stream_tokens
 from engine.training.model.update import LossCall, forward_backward
 from engine.training.rollouts import Sample, Sampling, sample_groups
 from engine.training.service.app import load_base

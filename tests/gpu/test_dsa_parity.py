@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from engine.base.families import DROPPED_ON_CUDA, BaseShapes
-from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import TokenRow
 from engine.training.model.replay import decode
 from engine.training.rollouts import Sampling, sample_groups
 from tests.helpers.live import start_engine, stop_engine
 from tests.helpers.mla_bases import deepseek_v32
 from tests.helpers.parity import RANK, prompts, random_adapter
+from tests.helpers.resident_bases import resident
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,7 +56,7 @@ def test_served_adapters_are_the_trained_ones(tiny_base: Path, tmp_path: Path):
         groups = {m: sample_groups(engine.url, engine.key, m, asked, sampling) for m in (name, base.name)}
     finally:
         stop_engine(engine)
-    trainer = ResidentBase(base, 1, 8192, device="cuda", dtype=torch.bfloat16)
+    trainer = resident(base, 1, 8192, device="cuda", dtype=torch.bfloat16)
     adapter = trainer.hold({key: value.float() for key, value in rounded.items()})
 
     def error(model: str, held) -> float:

@@ -7,7 +7,7 @@ from alembic.config import Config
 from sqlalchemy import make_url
 
 import engine.catalog.catalog as catalog_module
-from engine.catalog.database import open_engine
+from engine.catalog.access import open_engine
 
 MIGRATIONS = Path(catalog_module.__file__).parent / "migrations"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import uvicorn
 
-from engine.security.uvicorn_limits import limit_connections
+from engine.security.http import limit_connections
 from engine.serving.gateway.uvicorn_accept import accept_bursts
 from tests.helpers.gateways import FakeVllm, open_world
 

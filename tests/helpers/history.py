@@ -1,6 +1,7 @@
 """A small history for pages: one policy, two revisions, a canary that runs, its users and its training."""
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +58,7 @@ def step_row(step, policy="sums", session="new", **changes):
         rollout_s=1.5, wait_s=0.5, reward_s=0.0625, update_s=2.0, handoff_s=0.03,
         backpressure_s=0.4, peak_memory=3 << 30,
     )  # fmt: skip
-    return made.row() | changes
+    return asdict(made) | changes
 
 
 def emit_steps(spool):

@@ -18,8 +18,9 @@ HOUSES = ("engine.serving", "engine.training")
 # Modules that put a process together from rooms of every place: each is a room of its own, the last of all.
 ENTRIES = ("engine.controller.__main__",)
 # What an installation can do without, and who alone in the engine may import it: other optional parts, and
-# the entries, which put a process together and hand it in. The main rooms know none of it.
-OPTIONAL = {
+# the entries, which put a process together and hand it in. The main rooms know none of it. A task hands in
+# what the engine has no entry for.
+OPTIONAL: dict[str, set[str]] = {
     # What a base is made of, the table of families, and vLLM's plug-in put other families in.
     "engine.base.converted": {"engine.base.gguf_base"},
     "engine.base.gguf": {"engine.base.converted", "engine.base.gguf_base"},
@@ -40,6 +41,7 @@ OPTIONAL = {
     # Plans for other models than this base, and for many engines: only commands ask for them.
     "engine.planning.adapters": set(),
     "engine.planning.fleet": set(),
+    "engine.publishing.foreign": {"engine.training.service.app"},
     "engine.report": {"engine.controller.__main__"},
     "engine.serving.gateway.limits": {"engine.serving.gateway.meter"},
     "engine.serving.gateway.membership": {"engine.serving.assembly"},
@@ -48,7 +50,10 @@ OPTIONAL = {
     "engine.serving.gateway.promised_waits": {"engine.serving.assembly"},
     "engine.serving.gateway.suggesting": {"engine.serving.assembly"},
     "engine.serving.worker.mla_cpu": {"engine.serving.vllm_plugin.plugin"},
-    "engine.training.several_engines": {"engine.training.run"},
+    "engine.training.model.experts": {"engine.training.service.app"},
+    "engine.training.model.ranks": {"engine.training.model.sharded", "engine.training.service.app"},
+    "engine.training.model.sharded": {"engine.training.service.app"},
+    "engine.training.several_engines": set(),
     "kernels.latent": {"engine.serving.worker.mla_cpu"},
 }
 

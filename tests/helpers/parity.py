@@ -209,14 +209,14 @@ def out_of_route(engine: RunningEngine, models: dict[str, dict | None]) -> list[
 
     Two short prompts and one longer than a block of the cache, which the second time are taken from it.
     """
-    from engine.training.model.lora import ResidentBase
     from engine.training.model.packing import TokenRow
     from engine.training.model.replay import decode
     from engine.training.rollouts import Sampling, sample_groups
+    from tests.helpers.resident_bases import resident
 
     asked = [*prompts(2), torch.randint(5, 300, (170,)).tolist()]
     sampling = Sampling(group_size=4, max_tokens=40, routed_experts=True)
-    trainer, shares = ResidentBase(engine.base_path, 1, 2048), []
+    trainer, shares = resident(engine.base_path, 1, 2048), []
     trainer.replay.follows = False
     for name, tensors in models.items():
         adapter = trainer.hold(tensors) if tensors else None

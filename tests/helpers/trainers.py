@@ -8,6 +8,7 @@ from starlette.testclient import TestClient
 
 from engine.catalog.catalog import migrate
 from engine.catalog.opening import whole_catalog
+from engine.publishing.foreign import read_tensors
 from engine.settings.params import Params
 from engine.training.model.lora import ResidentBase
 from engine.training.service import sessions
@@ -59,7 +60,8 @@ class Trainers:
             {"state_dir": self.state, "trainer": settings, "python_modules": ["leaving"]}
         )
         exporter = Exporter(params, whole_catalog(params.paths.catalog_url), torch.float32, ())
-        trainer = Trainer(params, self.base, DIGEST, exporter, int(held * bytes_of_new(self.base)))
+        room = int(held * bytes_of_new(self.base))
+        trainer = Trainer(params, self.base, DIGEST, exporter, room, read_tensors=read_tensors)
         client = TrainerClient("http://trainer", patience_s=1, busy_s=0.0)
         client.http = TestClient(make_app(trainer), base_url="http://trainer")
         self.now = Live(trainer, client)

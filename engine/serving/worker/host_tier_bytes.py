@@ -27,8 +27,8 @@ from torch import Tensor
 from engine.adapters.packed import PackedLayout
 from engine.adapters.packed_check import check_layout
 from engine.adapters.revision import is_finite
-from engine.adapters.sizes import ALIGNMENT
 from engine.errors import AdapterError, DamagedBytes, GraftworkError, MissingBytes, ServiceError
+from engine.files import ALIGNMENT
 from engine.serving.worker.load_channel import Tell
 from engine.serving.worker.slot_copy import Module, SlotCopyPlan
 from engine.store.checksums import is_whole

@@ -9,32 +9,48 @@ features, _O output features, _H hidden size.
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.adapters.revision import validate
 from engine.base.families import BaseShapes
-from engine.planning.memory import COPIES
 from engine.training.model.adapter import Adapter, Part, by_pattern, chosen_sites, ranks_at, sites_of
-from engine.training.model.experts import SlottedExperts, slotted_experts
 from engine.training.model.linear import ChosenLogprobs, SlottedLinear
-from engine.training.model.packing import IMPLEMENTATION, Stream, TokenRow, can_pack, pack, use_packing
+from engine.training.model.packing import (
+    IMPLEMENTATION,
+    Piece,
+    Stream,
+    TokenRow,
+    can_pack,
+    microbatches,
+    pack,
+    use_packing,
+)
 from engine.training.model.replay import Replay
 
-Slotted = SlottedLinear | SlottedExperts
-Piece = TypeVar("Piece")
+
+class Slotted(Protocol):
+    """A frozen module that adds the products of the active adapters."""
+
+    def switch(self, name: str, parts: Sequence[Part]) -> None:
+        """Activate the adapters of `parts` that have factors at `name`, this module's path."""
+
+
+# A part's log-probabilities, entropies, the base's log-probabilities or None (T), and `Replay.take`.
+Found = tuple[Tensor, Tensor, Tensor | None, tuple[int, int]]
 
 
 class ResidentBase:
     """The frozen base in `dtype` on a device, shared by all adapters. Not thread-safe.
 
     With `checkpointing`, the backward pass recomputes each layer's activations. `longest` limits a row's
-    tokens, within the base's context.
+    tokens, within the base's context. A base with routed experts needs `slot_experts`, which wraps a layer's
+    (`experts.slotted_experts`).
     """
 
     def __init__(
@@ -46,6 +62,7 @@ class ResidentBase:
         dtype: torch.dtype = torch.float32,
         checkpointing: bool = False,
         longest: int | None = None,
+        slot_experts: Callable[[Any], Slotted] | None = None,
     ):
         from transformers import AutoConfig
 
@@ -64,10 +81,10 @@ class ResidentBase:
         self.vocabulary = int(text.vocab_size)
         self.longest = min(int(text.max_position_embeddings), longest or sys.maxsize)
         self.modules, self.sites = self.shapes.modules(), sites_of(self.shapes)
-        self.slotted: dict[str, Slotted] = {
-            **{name: self._slot(name, SlottedLinear) for name in self.shapes.linear},
-            **{name: self._slot(name, slotted_experts) for name in self.shapes.experts},
-        }
+        self.slotted = {name: self._slot(name, SlottedLinear) for name in self.shapes.linear}
+        if self.shapes.experts:
+            assert slot_experts, "this base has routed experts"
+            self.slotted |= {name: self._slot(name, slot_experts) for name in self.shapes.experts}
         self.replay, self.has_routers = Replay(self.model, self.shapes), bool(self.shapes.experts)
 
     def _load(self, path: Path, dtype: torch.dtype) -> Any:
@@ -203,6 +220,51 @@ class ResidentBase:
             self.replay.count(before_T)
         return hidden_BSH.flatten(0, 1).index_select(0, before_T), chosen_T
 
+    @property
+    def shares_passes(self) -> bool:
+        """Say whether one pass can compute the tokens of several adapters."""
+        return self.packs
+
+    def holding(self, adapter: Adapter) -> AbstractContextManager[None]:
+        """Prepare the rounds of `learn` inside; `adapter` is that of the first part."""
+        return nullcontext()
+
+    def rounds(self, pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
+        """Yield the pieces of one adapter that `learn` takes at a time: one, as full as a pass can be."""
+        return ([piece] for piece in pieces)
+
+    def learn(
+        self,
+        parts: Sequence[Sequence[TokenRow]],
+        adapters: Sequence[Adapter],
+        needs_base: bool,
+        judge: Callable[[Sequence[Found]], Sequence[Tensor]],
+    ) -> None:
+        """Add the gradients of a round to its adapters'; here its parts share one pass.
+
+        `judge` returns the loss's gradient (T) for each part; when it raises, nothing is added.
+        """
+        rows: Stream | Sequence[TokenRow]
+        if self.packs:
+            rows = self.pack(parts)
+            switched = self.using_many(list(zip(adapters, rows.counts, strict=True)))
+        else:
+            # Padded rows belong to a single call.
+            rows, switched = parts[0], self.using(*adapters)
+        sizes = [sum(row.length for row in part) for part in parts]
+        base_parts: Sequence[Tensor | None] = [None] * len(parts)
+        if needs_base:
+            with torch.no_grad(), self.using(None):
+                base_parts = self.logprobs(rows).split(sizes)
+        with switched:
+            new_T, entropy_T = self.logprobs_and_entropy(rows)
+            routed = self.replay.take() if self.has_routers else (0, 0)
+            found = zip(new_T.split(sizes), entropy_T.split(sizes), base_parts, strict=True)
+            gradient_T = torch.cat([*judge([(*values, routed) for values in found])])
+            # Where no token teaches, the backward pass would add zeros.
+            if gradient_T.any():
+                new_T.backward(gradient_T)  # type: ignore[no-untyped-call]
+
     def score(
         self, adapter: Adapter | None, rows: Sequence[TokenRow], between: Callable[[], None] = lambda: None
     ) -> list[list[float]]:
@@ -310,60 +372,3 @@ def switch_checkpoints(model: Any, on: bool) -> None:
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = on
-
-
-def microbatches(
-    rows: Sequence[TokenRow], budget: int, unit: int = 1, shared: bool = True
-) -> list[list[int]]:
-    """Return row indices in batches of at most `budget` stream tokens; a larger unit is a batch of its own.
-
-    `unit` consecutive rows stay together. Rows with the same prompt stay together where they fit, so that
-    they share it; without `shared` every row counts its own prompt. A prompt's keys are copied for each of
-    its samples: a token of the budget allows for `COPIES` copies.
-    """
-    groups: dict[Any, list[list[int]]] = {}
-    for begin in range(0, len(rows), unit):
-        members = list(range(begin, min(begin + unit, len(rows))))
-        groups.setdefault(rows[begin].shared if shared else begin, []).append(members)
-
-    def size(units: Sequence[Sequence[int]]) -> int:
-        chosen = [rows[i] for members in units for i in members]
-        keys = sum(len(row.tokens) - 1 for row in chosen)
-        if not shared:
-            return keys
-        prompts = _prompt_tokens(chosen)
-        return max(stream_tokens(chosen), -(-(prompts + keys) // COPIES))
-
-    pieces: list[list[list[int]]] = []
-    for units in groups.values():
-        pieces.append([])
-        for members in units:
-            if pieces[-1] and size([*pieces[-1], members]) > budget:
-                pieces.append([])
-            pieces[-1].append(members)
-    sized = [(size(piece), [i for members in piece for i in members]) for piece in pieces]
-    return [sorted(i for piece in batch for i in piece) for batch in first_fit(sized, budget)]
-
-
-def stream_tokens(rows: Sequence[TokenRow]) -> int:
-    """Return the number of stream tokens that `pack` makes of one part's rows."""
-    return _prompt_tokens(rows) + sum(len(row.tokens) - 1 - row.start for row in rows)
-
-
-def _prompt_tokens(rows: Sequence[TokenRow]) -> int:
-    """Return the number of tokens of the distinct prompts of these rows."""
-    return sum({row.shared: row.start for row in rows}.values())
-
-
-def first_fit(pieces: Sequence[tuple[int, Piece]], budget: int) -> list[list[Piece]]:
-    """Pack (size, piece) pairs into batches of at most `budget`, first-fit decreasing."""
-    batches: list[list[Piece]] = []
-    room: list[int] = []
-    for size, piece in sorted(pieces, key=lambda sized: -sized[0]):
-        at = next((at for at, left in enumerate(room) if size <= left), len(batches))
-        if at == len(batches):
-            batches.append([])
-            room.append(budget)
-        batches[at].append(piece)
-        room[at] -= size
-    return batches

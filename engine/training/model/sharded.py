@@ -13,22 +13,19 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from engine.training.model.adapter import Adapter
-from engine.training.model.lora import ResidentBase, microbatches
-from engine.training.model.packing import Stream, TokenRow
+from engine.training.model.lora import Found, ResidentBase
+from engine.training.model.packing import Piece, Stream, TokenRow, microbatches
 from engine.training.model.ranks import Ranks
 
-T = TypeVar("T")
 # What a rank computes that has no microbatch in a round.
 IDLE = (TokenRow((0, 0), 1),)
-# A microbatch's log-probabilities, entropies, the base's log-probabilities or None (T), and `Replay.take`.
-Found = tuple[Tensor, Tensor, Tensor | None, tuple[int, int]]
 
 
 class ShardedBase(ResidentBase):
@@ -37,22 +34,13 @@ class ShardedBase(ResidentBase):
     On rank 0 it serves as any resident base, for one thread; the others `follow`.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        path: Path,
-        threads: int,
-        microbatch_tokens: int,
-        device: str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        checkpointing: bool = False,
-        longest: int | None = None,
-    ):
+    def __init__(self, ranks: Ranks, *given: Any):
+        """Load this rank's part; `given` is what a resident base is given."""
         from torch.distributed.fsdp import register_fsdp_forward_method
 
         self.ranks = ranks
         self._held: Adapter | None = None
-        super().__init__(path, threads, microbatch_tokens, device, dtype, checkpointing, longest)
+        super().__init__(*given)
         # FSDP2 keeps the root's parameters, embedding and head, after a forward pass unless told otherwise.
         self.model.set_reshard_after_forward(True)
         # A pass calls the decoder and reads the head's weight; FSDP2 gathers both around this root method.
@@ -95,6 +83,11 @@ class ShardedBase(ResidentBase):
         """Return the bytes of the base's parameters that each rank holds."""
         return self._bytes
 
+    @property
+    def shares_passes(self) -> bool:
+        """Say that a pass is of one adapter: ranks compute several microbatches at once anyway."""
+        return False
+
     @contextmanager
     def holding(self, adapter: Adapter | None) -> Iterator[None]:
         """Send an adapter's factors to all ranks for the rounds inside; None is the plain base."""
@@ -104,21 +97,19 @@ class ShardedBase(ResidentBase):
         finally:
             self._held = None
 
-    def rounds(self, batches: Sequence[T]) -> Iterator[Sequence[T]]:
-        """Yield batches in their order, one for each rank."""
-        for at in range(0, len(batches), self.ranks.count):
-            yield batches[at : at + self.ranks.count]
+    def rounds(self, pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
+        """Yield microbatches in their order, one for each rank."""
+        for at in range(0, len(pieces), self.ranks.count):
+            yield pieces[at : at + self.ranks.count]
 
     def learn(
         self,
         parts: Sequence[Sequence[TokenRow]],
+        adapters: Sequence[Adapter],
         needs_base: bool,
         judge: Callable[[Sequence[Found]], Sequence[Tensor]],
     ) -> None:
-        """Add the gradients of one round to the held adapter's, microbatch after microbatch.
-
-        `judge` returns the loss's gradient (T) for each microbatch; when it raises, nothing is added.
-        """
+        """Add the gradients of a round to the held adapter's, microbatch after microbatch."""
         failed: list[BaseException] = []
 
         def judged(found: Sequence[Found]) -> list[Tensor | None]:

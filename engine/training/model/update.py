@@ -21,10 +21,9 @@ from engine.errors import ConfigError
 from engine.training.loss.grpo import Loss, Tokens
 from engine.training.loss.objective import BatchMetrics, MicrobatchStats, Objective, measure, refuse_broken
 from engine.training.model.adapter import Adapter
-from engine.training.model.lora import ResidentBase, first_fit, stream_tokens
-from engine.training.model.packing import Example, Stream, TokenRow
+from engine.training.model.lora import Found, ResidentBase
+from engine.training.model.packing import Example, TokenRow, first_fit, stream_tokens
 from engine.training.model.replay import mask_unknown
-from engine.training.model.sharded import Found, ShardedBase
 
 # Stream tokens of one session up to which a shared pass is clearly faster; see `is_worth_fusing`.
 FEW_TOKENS = 320
@@ -73,9 +72,7 @@ def is_small(rows: Sequence[TokenRow]) -> bool:
 
 def can_share(base: ResidentBase, calls: Sequence[LossCall]) -> bool:
     """Say whether calls can share a pass; the counts of router replay cannot be split by call."""
-    if not base.packs or isinstance(base, ShardedBase):
-        return False
-    return all(example.row.routes is None for call in calls for example in call.data)
+    return base.shares_passes and all(example.row.routes is None for call in calls for example in call.data)
 
 
 def forward_backward(
@@ -98,13 +95,15 @@ def forward_backward(
             "be packed. Send them one by one."
         )
     states = [_CallState(base, call) for call in calls]
-    with adding_gradients(call.adapter for call in calls):
-        if isinstance(base, ShardedBase):
-            _learn_in_rounds(base, states[0], between)
-        else:
-            for pieces in _microbatches(base, states):
-                between()
-                _learn(base, [(states[number], batch) for number, batch in pieces])
+    with adding_gradients(call.adapter for call in calls), base.holding(calls[0].adapter):
+        for pieces in _rounds(base, states):
+            between()
+            base.learn(
+                [one.rows(batch) for one, batch in pieces],
+                [one.adapter for one, _ in pieces],
+                any(one.objective.needs_base for one, _ in pieces),
+                partial(_judged, pieces),
+            )
     return [one.result() for one in states]
 
 
@@ -142,6 +141,8 @@ class _CallState:
         gradient reaches any factor.
         """
         leaf_T, examples = new_T.detach().requires_grad_(), [self.data[i] for i in batch]
+        # Another call of the round may be the one that needs them.
+        base_T = base_T if self.objective.needs_base else None
         tokens = tokens_of(examples, [self.shares[i] for i in batch], leaf_T, base_T)
         gradient_T, loss_T, clipped_T, corrected = self.objective.gradient(tokens)
         numbers = [i if (sent := self.data[i].number) is None else sent for i in batch]
@@ -215,56 +216,22 @@ def loss_sum(objective: Objective, data: Sequence[Example], logprobs: Sequence[S
     return float(loss_T.sum())
 
 
-def _microbatches(base: ResidentBase, states: Sequence[_CallState]) -> list[list[tuple[int, list[int]]]]:
-    """Merge small microbatches of several calls; a piece is (call number, example numbers)."""
+def _rounds(
+    base: ResidentBase, states: Sequence[_CallState]
+) -> Iterator[Sequence[tuple[_CallState, list[int]]]]:
+    """Return what is learned at a time: microbatches of one call, or small ones of several calls together."""
     pieces = [(number, batch) for number, one in enumerate(states) for batch in one.batches]
     if len(states) == 1:
         # Already as full as possible, and this keeps the summation order.
-        return [[piece] for piece in pieces]
-    sized = [(stream_tokens(states[number].rows(batch)), (number, batch)) for number, batch in pieces]
-    return [sorted(together) for together in first_fit(sized, base.microbatch_tokens)]
-
-
-def _learn(base: ResidentBase, pieces: Sequence[tuple[_CallState, list[int]]]) -> None:
-    """Add the gradients of one microbatch; its pieces share one pass."""
-    parts, adapters = [one.rows(batch) for one, batch in pieces], [one.adapter for one, _ in pieces]
-    rows: Stream | list[TokenRow]
-    if base.packs:
-        rows = base.pack(parts)
-        switched = base.using_many(list(zip(adapters, rows.counts, strict=True)))
+        rounds = base.rounds(pieces)
     else:
-        # Padded rows belong to a single call.
-        rows, switched = parts[0], base.using(*adapters)
-    sizes = [sum(row.length for row in part) for part in parts]
-    base_parts: Sequence[Tensor | None] = [None] * len(pieces)
-    if any(one.objective.needs_base for one, _ in pieces):
-        with torch.no_grad(), base.using(None):
-            base_parts = base.logprobs(rows).split(sizes)
-    with switched:
-        new_T, entropy_T = base.logprobs_and_entropy(rows)
-        routed = base.replay.take() if base.has_routers else (0, 0)
-        found = zip(pieces, new_T.split(sizes), entropy_T.split(sizes), base_parts, strict=True)
-        gradients = [
-            one.learn(batch, new, entropy, base_T if one.objective.needs_base else None, routed)
-            for (one, batch), new, entropy, base_T in found
-        ]
-        gradient_T = torch.cat(gradients)
-        # Where no token teaches, the backward pass would add zeros.
-        if gradient_T.any():
-            new_T.backward(gradient_T)  # type: ignore[no-untyped-call]
+        sized = [(stream_tokens(states[number].rows(batch)), (number, batch)) for number, batch in pieces]
+        rounds = (sorted(together) for together in first_fit(sized, base.microbatch_tokens))
+    return ([(states[number], batch) for number, batch in together] for together in rounds)
 
 
-def _learn_in_rounds(base: ShardedBase, one: _CallState, between: Callable[[], None]) -> None:
-    """Add the gradients of a call's microbatches, one for each rank at a time."""
-
-    def judge(batches: Sequence[list[int]], found: Sequence[Found]) -> list[Tensor]:
-        return [one.learn(batch, *values) for batch, values in zip(batches, found, strict=True)]
-
-    with base.holding(one.adapter):
-        for batches in base.rounds(one.batches):
-            between()
-            parts = [one.rows(batch) for batch in batches]
-            base.learn(parts, one.objective.needs_base, partial(judge, batches))
+def _judged(pieces: Sequence[tuple[_CallState, list[int]]], found: Sequence[Found]) -> list[Tensor]:
+    return [one.learn(batch, *values) for (one, batch), values in zip(pieces, found, strict=True)]
 
 
 @contextmanager

@@ -166,6 +166,7 @@ def load_trainer(params: Params, ranks: "Ranks | None" = None) -> "Trainer":
     from engine.base.resident import base_config, ensure_base
     from engine.catalog.opening import open_catalog
     from engine.planning.gpu import cuda_bytes, planned
+    from engine.publishing.foreign import read_tensors
     from engine.shared_cores import SharedCores
     from engine.training.service.export import Exporter
     from engine.training.service.sessions import FREE_SHARE
@@ -184,7 +185,7 @@ def load_trainer(params: Params, ranks: "Ranks | None" = None) -> "Trainer":
     session_bytes = params.trainer.session_bytes or on_gpu or int(free * FREE_SHARE)
     shares = not (plan or ranks) and takes_all_cores(base_config(params.base, params.paths), params)
     cores = SharedCores(params.paths.cores, "trainer", threads_of(params)) if shares else None
-    return Trainer(params, base, info.digest, exporter, session_bytes, cores)
+    return Trainer(params, base, info.digest, exporter, session_bytes, cores, read_tensors)
 
 
 def threads_of(params: Params, processes: int = 1) -> int:
@@ -202,20 +203,27 @@ def load_base(params: Params, path: Path, plan: "MemoryPlan | None") -> "Residen
     from engine.planning.gpu import trainer_device
     from engine.training.model.lora import ResidentBase
 
-    trainer = params.trainer
-    threads = threads_of(params)
     device = trainer_device(params, plan is not None)
+    if plan and device != "cpu":
+        # The trainer fails before the engine runs out of memory.
+        torch.cuda.set_per_process_memory_fraction(plan.trainer_share)
+    return ResidentBase(*arguments_of(params, path, threads_of(params), device))
+
+
+def arguments_of(params: Params, path: Path, threads: int, device: str) -> tuple[Any, ...]:
+    """Return what a resident base on this device is given."""
+    import torch
+
+    from engine.training.model.experts import slotted_experts
+
+    trainer, cuda = params.trainer, device != "cpu"
+    tokens, dtype = trainer.most_tokens, getattr(torch, params.engine.dtype_on(cuda))
+    if not cuda:
+        tokens = microbatch_tokens(json.loads((path / "config.json").read_text()), params)
+        dtype = torch.float32
     # The same value as in the memory plan.
     longest = max(trainer.most_tokens, params.engine.max_model_len)
-    if plan is None or device == "cpu":
-        checkpointing = trainer.checkpoints_on(cuda=False)
-        tokens = microbatch_tokens(json.loads((path / "config.json").read_text()), params)
-        return ResidentBase(path, threads, tokens, checkpointing=checkpointing, longest=longest)
-    # The trainer fails before the engine runs out of memory.
-    torch.cuda.set_per_process_memory_fraction(plan.trainer_share)
-    dtype = getattr(torch, params.engine.dtype_on(cuda=True))
-    checkpointing = trainer.checkpoints_on(cuda=True)
-    return ResidentBase(path, threads, trainer.most_tokens, device, dtype, checkpointing, longest)
+    return path, threads, tokens, device, dtype, trainer.checkpoints_on(cuda), longest, slotted_experts
 
 
 def load_part(params: Params, info: "BaseInfo", ranks: "Ranks") -> "ShardedBase":
@@ -223,8 +231,6 @@ def load_part(params: Params, info: "BaseInfo", ranks: "Ranks") -> "ShardedBase"
 
     Raises `ConfigError` on every rank when one has another base or version.
     """
-    import torch
-
     from engine.planning.gpu import cuda_bytes
     from engine.training.model.sharded import ShardedBase
 
@@ -235,21 +241,8 @@ def load_part(params: Params, info: "BaseInfo", ranks: "Ranks") -> "ShardedBase"
                 f"Rank {number} has the base {digest[:12]} and Graftwork {version}, rank 0 has "
                 f"{found[0][0][:12]} and {found[0][1]}. Give all ranks the same base and version."
             )
-    trainer, cuda = params.trainer, cuda_bytes() is not None
-    tokens, dtype = trainer.most_tokens, getattr(torch, params.engine.dtype_on(cuda))
-    if not cuda:
-        dtype = torch.float32
-        tokens = microbatch_tokens(json.loads((info.path / "config.json").read_text()), params)
-    return ShardedBase(
-        ranks,
-        info.path,
-        threads_of(params, ranks.near),
-        tokens,
-        f"cuda:{ranks.place}" if cuda else "cpu",
-        dtype,
-        trainer.checkpoints_on(cuda),
-        max(trainer.most_tokens, params.engine.max_model_len),
-    )
+    device = "cpu" if cuda_bytes() is None else f"cuda:{ranks.place}"
+    return ShardedBase(ranks, *arguments_of(params, info.path, threads_of(params, ranks.near), device))
 
 
 def join(params: Params) -> "Ranks | None":

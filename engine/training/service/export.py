@@ -67,13 +67,17 @@ class Exporter:
             config=session.opened.config,
             text_digest=self.text_digest,
         )
-        directory = (
-            self._directory(session, request, tensors, manifest, between)
-            if request.kind == "revision"
-            else None
+        is_revision, opened, now = request.kind == "revision", session.opened, time.time()
+        directory = self._directory(session, request, tensors, manifest, between) if is_revision else None
+        shapes = session.base.shapes
+        given = (self.catalog, self.store, tensors, manifest, self.dtype, shapes, opened.owner, now)
+        publish(
+            self.catalog,
+            self.store,
+            partial(put, *given),
+            state="exported" if is_revision else "snapshot",
+            expires_at=None if is_revision else now + (request.ttl_s or opened.snapshot_ttl_s),
         )
-        ttl_s = None if request.kind == "revision" else request.ttl_s or session.opened.snapshot_ttl_s
-        self._publish(session, manifest, tensors, ttl_s)
         name = served_name(session.policy, manifest.digest)
         seconds = time.monotonic() - began
         return Exported(
@@ -151,26 +155,3 @@ class Exporter:
             ProbeRow(row.tokens, tuple(with_it), tuple(without)) for row, with_it, without in values
         )
         return Probe(digest, base_digest, name, probed)
-
-    def _publish(
-        self,
-        session: Session,
-        manifest: Manifest,
-        tensors: dict[str, Tensor],
-        ttl_s: float | None,
-    ) -> None:
-        now = time.time()
-        place = partial(
-            put,
-            self.catalog,
-            self.store,
-            tensors,
-            manifest,
-            self.dtype,
-            session.base.shapes,
-            session.opened.owner,
-            now,
-        )
-        state = "exported" if ttl_s is None else "snapshot"
-        expires_at = None if ttl_s is None else now + ttl_s
-        publish(self.catalog, self.store, place, state=state, expires_at=expires_at)

@@ -142,10 +142,6 @@ class Request(Message):
 
     request_id: str = Field(min_length=1)
 
-    def content(self) -> int:
-        """Return a hash of the request without `fence` and `gathered`; it is valid in this process only."""
-        return hash((type(self), self.model_dump_json(exclude={"fence", "gathered"})))
-
 
 class CreateSession(Request):
     """Open or continue a session of a policy; gradients that were never applied are dropped.

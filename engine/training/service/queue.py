@@ -56,7 +56,9 @@ class Operation:
     def __post_init__(self) -> None:
         assert self.request
         self.id, self.fence = self.request.request_id, getattr(self.request, "fence", None)
-        self.content = self.request.content()
+        # What makes it this request and no other; a hash is valid in this process only.
+        text = self.request.model_dump_json(exclude={"fence", "gathered"})
+        self.content = hash((type(self.request), text))
 
     def go_on(self) -> None:
         """Raise `Cancelled` once the operation is cancelled."""
@@ -125,36 +127,26 @@ class Queue:
         self._thread = threading.Thread(target=self._work, name="trainer", daemon=True)
         self._thread.start()
 
-    def submit(
-        self,
-        request: Request,
-        line: str,
-        work: Work,
-        *,
-        can_stop: bool = False,
-        can_join: bool = False,
-        brief: bool = False,
-        leads: bool = False,
-    ) -> str:
-        """Queue an operation and return its id; for the flags see `Operation`.
+    def submit(self, operation: Operation) -> str:
+        """Queue an operation and return its id.
 
         Raises `Busy` with the queue's state when it is full, `Conflict` when the id belongs to another
         request.
         """
-        operation = Operation(request, line, work, can_stop, can_join, brief, leads)
+        id, line = operation.id, operation.line
         with self._changed:
-            known = self._known.get(request.request_id)
+            known = self._known.get(id)
             if known is None or _failed(known.future):
                 self._refuse_when_full(line)
-                self._known[request.request_id] = operation
+                self._known[id] = operation
                 self._lines.setdefault(line, deque()).append(operation)
                 self._changed.notify()
             elif known.content != operation.content:
                 raise Conflict(
-                    f"The request id {request.request_id!r} was used before for a different request. "
-                    "Give each request its own id."
+                    f"The request id {id!r} was used before for a different request. Give each request its "
+                    "own id."
                 )
-        return request.request_id
+        return id
 
     def operation(self, id: str) -> Operation:
         """Return a known operation; `NotFound` otherwise."""

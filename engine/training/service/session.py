@@ -15,7 +15,7 @@ import torch
 from engine.errors import BaseModelError, Conflict, NotFound, ServiceError
 from engine.training.model.lora import ResidentBase
 from engine.training.service import state
-from engine.training.service.protocol import CreateSession, LoadState, OptimStep, SessionInfo
+from engine.training.service.protocol import CreateSession, LoadState, OptimStep
 from engine.training.service.state import Journal, Row, add_earlier
 
 STATE_VERSION = 3
@@ -68,10 +68,6 @@ class Session:
         self.journal = journal or Journal(directory)
         self.row: Row | None = None
         self._last: int | None = None
-
-    def info(self) -> SessionInfo:
-        """Describe the session for its client."""
-        return SessionInfo(**self._described(), history=tuple(self.history))
 
     @property
     def history(self) -> list[Row]:

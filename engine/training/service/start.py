@@ -5,17 +5,16 @@ starts at its last stored step or at a named state, with or without its Adam mom
 history and random state, and counts its steps from 0.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from engine.adapters.revision import largest_rank, split_key, targets_of, validate
+from engine.base.families import BaseShapes
 from engine.errors import AdapterError, ConfigError, NotFound
-from engine.publishing.foreign import read_adapter
 from engine.training.model.adapter import Adapter, chosen_sites, ranks_at
 from engine.training.model.lora import ResidentBase
 from engine.training.service import state
@@ -24,6 +23,8 @@ from engine.training.service.protocol import CreateSession
 from engine.training.service.session import CURRENT, SHAPE, check_base, settings_of, state_file
 
 SOURCES = ("parent", "adapter", "fork", "fork_session")
+# Reads the canonical tensors, in float32, of an adapter's directory in any supported layout.
+ReadTensors = Callable[[Path, BaseShapes], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,14 @@ class Start:
 
 
 def start_of(
-    request: CreateSession, base: ResidentBase, base_digest: str, exporter: Exporter, sessions: Path
+    request: CreateSession,
+    base: ResidentBase,
+    base_digest: str,
+    exporter: Exporter,
+    sessions: Path,
+    read_tensors: ReadTensors | None = None,
 ) -> Start:
-    """Find where a new session starts.
+    """Find where a new session starts; `read_tensors` reads the directory of an imported adapter.
 
     Raises `ConfigError` for more than one source or missing settings, `NotFound` for a source that does not
     exist, and `AdapterError` that names a tensor for which the session has no place.
@@ -59,9 +65,8 @@ def start_of(
     if request.fork_session:
         return _fork_of_session(request, base_digest, sessions / request.fork_session)
     if request.adapter:
-        return _fitted(
-            request, dict(read_adapter(Path(request.adapter), base.shapes, torch.float32).tensors), base
-        )
+        assert read_tensors, "this trainer reads no adapters of others"
+        return _fitted(request, read_tensors(Path(request.adapter), base.shapes), base)
     policy = request.fork or request.parent_policy or request.policy
     if digest := _newest(exporter, policy) if request.fork else request.parent:
         opened = request.model_copy(update={"parent": digest})

@@ -6,7 +6,7 @@ ledger's `train_steps`. MLflow, `/metrics`, the report and the terminal show par
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, get_type_hints
 
 # Seconds of one phase of a step.
@@ -94,10 +94,6 @@ class TrainStep:
         # The ledger returns JSON as text.
         counts = {name: json.loads(known[name]) for name in COUNTS if isinstance(known.get(name), str)}
         return cls(**known | counts)
-
-    def row(self) -> dict[str, Any]:
-        """Return every column by name."""
-        return asdict(self)
 
     @property
     def phases(self) -> dict[str, float]:

@@ -23,7 +23,6 @@ from engine.training.loss.grpo import LOSSES
 from engine.training.loss.objective import Objective
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example
-from engine.training.model.sharded import ShardedBase
 from engine.training.model.update import (
     LossCall,
     check_rows,
@@ -39,7 +38,7 @@ from engine.training.service.metrics import TrainerMetrics, peak_memory
 from engine.training.service.queue import Operation, Queue, joined
 from engine.training.service.session import CURRENT, Session, state_file
 from engine.training.service.sessions import Sessions
-from engine.training.service.start import start_of
+from engine.training.service.start import ReadTensors, start_of
 from engine.training.service.state import find_answer
 from engine.work_metrics import WorkMetrics
 
@@ -60,12 +59,12 @@ class Trainer:
         exporter: Exporter,
         session_bytes: int,
         cores: SharedCores | None = None,
+        read_tensors: ReadTensors | None = None,
     ):
-        self.cores = cores
+        self.cores, self.read_tensors = cores, read_tensors
         self.params, self.base, self.base_digest, self.exporter = params, base, base_digest, exporter
-        # Shared passes were measured on CPU only. Ranks compute several microbatches at once anyway.
-        whole = base.device.type == "cpu" and not isinstance(base, ShardedBase)
-        self.fuses = params.trainer.fuse == "auto" and base.packs and whole
+        # Shared passes were measured on CPU only.
+        self.fuses = params.trainer.fuse == "auto" and base.shares_passes and base.device.type == "cpu"
         self.queue = Queue(params.trainer.queue_of_session, params.trainer.queue, joined, self._perform)
         self.sessions = Sessions(params.paths.sessions, base, base_digest, session_bytes, self.queue.waiting)
         self.metrics = TrainerMetrics()
@@ -82,15 +81,11 @@ class Trainer:
         line = getattr(request, "session", "")
         can_stop = isinstance(request, WITH_PASSES) and not is_brief(request)
         can_join = self.fuses and isinstance(request, protocol.ForwardBackward) and is_joinable(request)
+        # An optim_step follows gradients, and an export follows an optim_step.
+        leads = isinstance(request, protocol.ForwardBackward | protocol.OptimStep)
+        timed = self.metrics.timed(work)
         return self.queue.submit(
-            request,
-            line,
-            self.metrics.timed(work),
-            can_stop=can_stop,
-            can_join=can_join,
-            brief=is_brief(request),
-            # An optim_step follows gradients, and an export follows an optim_step.
-            leads=isinstance(request, protocol.ForwardBackward | protocol.OptimStep),
+            Operation(request, line, timed, can_stop, can_join, is_brief(request), leads)
         )
 
     def operation(self, id: str) -> "Future[Any]":
@@ -127,7 +122,8 @@ class Trainer:
         return session.journal.answer(request.request_id)
 
     def _begin(self, request: protocol.CreateSession) -> Session:
-        start = start_of(request, self.base, self.base_digest, self.exporter, self.params.paths.sessions)
+        sessions = self.params.paths.sessions
+        start = start_of(request, self.base, self.base_digest, self.exporter, sessions, self.read_tensors)
         session = self.sessions.fresh(start.opened)
         start.fill(session.adapter)
         self._add_policy(request)

@@ -20,9 +20,9 @@ from engine.base.families import BaseShapes
 from engine.base.prompts import prompt_text, tokenizer_of
 from engine.base.resident import BaseInfo, ensure_base
 from engine.base.text_files import changed_files, text_files
+from engine.catalog.access import open_engine
 from engine.catalog.audit import Audit
 from engine.catalog.catalog import Catalog, migrate, text_digests
-from engine.catalog.database import open_engine
 from engine.catalog.opening import open_catalog
 from engine.errors import BaseModelError, ServiceError
 from engine.publishing.foreign import inspect

@@ -28,8 +28,9 @@ from sqlalchemy import Connection, event, select, update
 from engine.catalog import access as catalog_access
 from engine.catalog import changes as catalog_changes
 from engine.catalog import leases as catalog_leases
+from engine.catalog.access import open_engine
 from engine.catalog.catalog import Base, Catalog, Policy, Revision, Route, migrate
-from engine.catalog.database import open_engine
+from engine.catalog.layouts import Layout
 from engine.catalog.opening import open_catalog
 from engine.catalog.postgres_timeouts import TimeoutConnection
 from engine.catalog.tables import layouts, metadata
@@ -180,6 +181,18 @@ def test_a_revision_is_added_once_and_upgraded_by_its_export(catalog: Catalog) -
     assert catalog.revisions.get("sorting", "aa11") == make_revision(
         "aa11", state="exported", expires_at=None
     )
+
+
+def test_the_copies_of_a_revision_begin_with_its_policys_own(catalog: Catalog) -> None:
+    catalog.policies.add(Policy("arithmetic", "base", {}, "me", 1.0))
+    theirs, ours = make_revision("aa11", policy="arithmetic"), make_revision("aa11", segment="s2")
+    body = "{}"
+    layout = Layout(hashlib.sha256(body.encode()).hexdigest(), body)
+    catalog.revisions.add_many([theirs, ours, make_revision("aa22")], layouts=[layout])
+    catalog.quarantine.add("arithmetic", "aa11", "The checksum differs.")
+    assert catalog.revisions.copies("sorting", "aa11") == [(ours, False), (theirs, True)]
+    assert catalog.revisions.copies("nobody", "aa33") == []
+    assert catalog.layouts.get(layout.digest) == body
 
 
 def test_a_revision_moves_to_other_bytes_and_stays_what_it_is(catalog: Catalog) -> None:
@@ -535,10 +548,10 @@ def test_a_loop_does_not_wait_for_a_server_that_stands_still(
 
 FROZEN = """
 import sys, time
-from engine.catalog import database
+from engine.catalog import access
 from engine.catalog.catalog import Catalog
 
-database.IDLE_TIMEOUT_MS = 1000
+access.IDLE_TIMEOUT_MS = 1000
 with Catalog(sys.argv[1]).access.write() as connection:
     connection.exec_driver_sql("SELECT 1")
     print("holds the lock", flush=True)

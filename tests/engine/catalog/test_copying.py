@@ -16,10 +16,10 @@ import sqlalchemy as sa
 from sqlalchemy import select
 
 from engine.catalog import copying, tables
+from engine.catalog.access import open_engine
 from engine.catalog.audit import Audit
 from engine.catalog.catalog import Policy, migrate
 from engine.catalog.copying import copy_catalog, copy_sqlite, snapshot
-from engine.catalog.database import open_engine
 from engine.catalog.opening import whole_catalog
 from engine.controller.route_changes import LEASE
 from engine.errors import ConfigError, Conflict, NotFound, ServiceError

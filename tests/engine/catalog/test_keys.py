@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
+from engine.catalog.access import open_engine
 from engine.catalog.catalog import Catalog, Policy, Tenant, migrate
-from engine.catalog.database import open_engine
 from engine.catalog.keys import SCOPES, as_tinkers
 from engine.catalog.records import covers, overlap
 from engine.errors import ConfigError, Conflict, NotFound

@@ -19,9 +19,9 @@ from sqlalchemy import column, table
 
 from engine.catalog import places as catalog_places
 from engine.catalog import tables
+from engine.catalog.access import open_engine
 from engine.catalog.batches import RevisionBatch
 from engine.catalog.catalog import Catalog, Policy, Revision, Route, migrate
-from engine.catalog.database import open_engine
 from engine.catalog.opening import whole_catalog
 from engine.catalog.revision_rows import COLUMNS, encode
 from engine.catalog.suggestions import Suggestions

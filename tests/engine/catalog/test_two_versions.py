@@ -9,8 +9,8 @@ import pytest
 import sqlalchemy as sa
 
 from engine.catalog import catalog as catalogs
+from engine.catalog.access import open_engine
 from engine.catalog.catalog import Catalog, Replica, migrate
-from engine.catalog.database import open_engine
 from engine.catalog.records import SCHEMA_VERSION
 from engine.errors import ConfigError
 from tests.helpers.catalog_migrations import upgrade_to

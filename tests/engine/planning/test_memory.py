@@ -141,11 +141,11 @@ def sparse(layers: int):
 def saved_bytes(directory, config, dtype: torch.dtype) -> int:
     from transformers import AutoModelForCausalLM
 
-    from engine.training.model.lora import ResidentBase
     from engine.training.model.packing import TokenRow
+    from tests.helpers.resident_bases import resident
 
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    base = ResidentBase(directory, threads=1, microbatch_tokens=TOKENS, dtype=dtype)
+    base = resident(directory, threads=1, microbatch_tokens=TOKENS, dtype=dtype)
     adapter = base.new_adapter(RANK, 8.0, base.shapes.targets, torch.Generator().manual_seed(0))
     ours = {parameter.untyped_storage().data_ptr() for parameter in base.model.parameters()}
     ours |= {factor.untyped_storage().data_ptr() for factor in adapter.factors.values()}

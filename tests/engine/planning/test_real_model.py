@@ -346,7 +346,7 @@ def test_on_a_gpu_the_trainer_takes_what_the_plan_leaves(monkeypatch, tmp_path, 
 
     asked: dict[str, object] = {}
 
-    def resident(path, threads, tokens, device="cpu", dtype=torch.float32, checkpointing=False, longest=None):
+    def resident(path, threads, tokens, device="cpu", dtype=torch.float32, checkpointing=False, *_, **__):
         asked["base"] = (device, dtype, checkpointing)
 
     monkeypatch.setattr(lora, "ResidentBase", resident)

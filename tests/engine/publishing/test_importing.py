@@ -207,7 +207,7 @@ def test_the_row_comes_last_so_that_a_crash_leaves_nothing_to_serve(tiny_base, t
     source = write(tmp_path / "source", canonical(base), "plain", base)
     foreign, info = inspect(params, source)
 
-    def crash(self, rows, shared=()) -> None:
+    def crash(self, rows, *_more) -> None:
         (row,) = rows
         assert (params.paths.revision("afar", row.digest) / "probe.json").is_file()
         raise KeyboardInterrupt

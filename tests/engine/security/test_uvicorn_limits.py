@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 import uvloop
 
-from engine.security import uvicorn_limits
+from engine.security import http
 from engine.security.http import trusted
 from engine.serving.gateway.gateway import Gateway
 from engine.serving.host_allow_list import HostAllowList
@@ -31,7 +31,7 @@ class Running:
     app = staticmethod(app)
 
     async def __aenter__(self) -> int:
-        uvicorn_limits.limit_connections()
+        http.limit_connections()
         port = free_port()
         config = uvicorn.Config(
             self.app, port=port, lifespan="off", log_level="critical", timeout_keep_alive=30
@@ -92,7 +92,7 @@ def test_huge_headers_are_refused_and_a_large_body_is_not():
 
 
 def test_idle_and_slow_connections_end_and_others_are_served(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(uvicorn_limits, "HEADERS_S", 0.5)
+    monkeypatch.setattr(http, "HEADERS_S", 0.5)
 
     async def run() -> None:
         async with Running() as port:
@@ -142,7 +142,7 @@ def test_trailers_are_not_taken(trailer: bytes):
 
 
 def test_who_has_an_answer_and_still_sends_is_left(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(uvicorn_limits, "LINGER_S", 0.2)
+    monkeypatch.setattr(http, "LINGER_S", 0.2)
     unsent = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\nb"
 
     async def run() -> None:
@@ -161,7 +161,7 @@ def test_who_has_an_answer_and_still_sends_is_left(monkeypatch: pytest.MonkeyPat
 def test_who_is_answered_early_and_then_sends_the_rest_keeps_the_connection(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(uvicorn_limits, "LINGER_S", 0.2)
+    monkeypatch.setattr(http, "LINGER_S", 0.2)
     whole = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 
     async def run() -> None:
@@ -185,7 +185,7 @@ def test_who_is_answered_early_and_then_sends_the_rest_keeps_the_connection(
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_who_does_not_read_an_answer_is_left(monkeypatch: pytest.MonkeyPatch, reads: bool):
-    monkeypatch.setattr(uvicorn_limits, "STALLED_S", 1.0)
+    monkeypatch.setattr(http, "STALLED_S", 1.0)
     sent, ended = 0, []
 
     async def endless(scope, receive, send):

@@ -15,6 +15,7 @@ from engine.training.service.session import CURRENT, Session
 from tests.helpers.close_rows import close
 from tests.helpers.parity import merge
 from tests.helpers.real_model_page import DATA, ROWS, flat
+from tests.helpers.resident_bases import resident
 from tests.helpers.training_pass import one_pass
 from tests.helpers.training_sessions import BASE, factors, opening, same, train_one
 
@@ -62,7 +63,7 @@ def paths(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bases(paths):
-    return {kind: ResidentBase(path, 1, 64) for kind, path in paths.items()}
+    return {kind: resident(path, 1, 64) for kind, path in paths.items()}
 
 
 def moved(base: ResidentBase, targets, seed: int = 3, rank: int = 4):
@@ -217,7 +218,7 @@ def place(weights: dict, module: str, delta: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpointing_gives_the_same_gradients(bases, paths, kind):
-    again = ResidentBase(paths[kind], 1, 64, checkpointing=True)
+    again = resident(paths[kind], 1, 64, checkpointing=True)
     _, want, wanted = gradients(bases[kind], again.shapes.targets)
     _, found, grads = gradients(again, again.shapes.targets)
     assert flat(found.logprobs) == pytest.approx(flat(want.logprobs), abs=1e-6)
@@ -228,7 +229,7 @@ def test_checkpointing_gives_the_same_gradients(bases, paths, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bfloat16_base_trains_float32_adapters_and_sees_what_it_exports(bases, paths, kind):
-    narrow = ResidentBase(paths[kind], 1, 64, dtype=torch.bfloat16)
+    narrow = resident(paths[kind], 1, 64, dtype=torch.bfloat16)
     targets = narrow.shapes.targets
     adapter, _, grads = gradients(narrow, targets)
     assert {value.dtype for value in grads.values()} == {torch.float32}
@@ -337,4 +338,4 @@ def test_experts_laid_out_in_another_way_are_refused(tmp_path):
         "num_experts_per_tok": 2,
     }  # fmt: skip
     with pytest.raises(BaseModelError, match="GptOssExperts"):
-        ResidentBase(build("gpt_oss", values, tmp_path), 1, 64)
+        resident(build("gpt_oss", values, tmp_path), 1, 64)

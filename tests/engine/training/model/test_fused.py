@@ -12,6 +12,7 @@ from engine.training.model.update import LossCall, forward_backward, is_worth_fu
 from tests.helpers.mla_bases import deepseek_v3
 from tests.helpers.moe_bases import qwen3_moe
 from tests.helpers.packed_rows import ROWS
+from tests.helpers.resident_bases import resident
 
 # Policies of different rank, alpha and targets, some of them with the same.
 POLICIES = (
@@ -29,7 +30,7 @@ def bases(tiny_base, tmp_path_factory):
     # Experts of whole 32s, as real ones: the end of a narrower row is computed by another function.
     moe = qwen3_moe(root / "moe", tiny_base, moe_intermediate_size=64)
     paths = {"dense": tiny_base, "moe": moe, "mla": deepseek_v3(root / "mla", tiny_base)}
-    return {kind: ResidentBase(path, 1, 4096) for kind, path in paths.items()}
+    return {kind: resident(path, 1, 4096) for kind, path in paths.items()}
 
 
 def adapters(base: ResidentBase) -> list:

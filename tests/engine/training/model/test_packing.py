@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from engine.training.model.lora import ResidentBase, microbatches
-from engine.training.model.packing import Example, TokenRow, can_pack, pack
+from engine.training.model.lora import ResidentBase
+from engine.training.model.packing import Example, TokenRow, can_pack, microbatches, pack
 from tests.helpers.mla_bases import deepseek_v3
 from tests.helpers.moe_bases import glm4_moe, qwen3_moe
 from tests.helpers.packed_rows import ROWS
+from tests.helpers.resident_bases import resident
 from tests.helpers.training_pass import one_pass
 
 KINDS = ("dense", "moe", "glm", "mla")
@@ -25,7 +26,7 @@ def paths(tiny_base, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bases(paths):
-    return {kind: ResidentBase(paths[kind], 1, 4096) for kind in KINDS}
+    return {kind: resident(paths[kind], 1, 4096) for kind in KINDS}
 
 
 def moved(base: ResidentBase, seed: int = 1, rank: int = 4):
@@ -94,7 +95,7 @@ def test_gradients_do_not_depend_on_the_packing_and_are_those_of_padded_rows(bas
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpointing_computes_the_packed_layers_again(bases, paths, kind):
-    again = ResidentBase(paths[kind], 1, 4096, checkpointing=True)
+    again = resident(paths[kind], 1, 4096, checkpointing=True)
     assert_close(gradients(again, moved(again)), gradients(bases[kind], moved(bases[kind])))
 
 
@@ -154,7 +155,7 @@ def test_a_windowed_model_is_still_right(tmp_path):
     )  # fmt: skip
     model = MistralForCausalLM(config).eval()
     model.save_pretrained(tmp_path)
-    base = ResidentBase(tmp_path, 1, 4096)
+    base = resident(tmp_path, 1, 4096)
     assert not base.packs
     wanted = []
     with torch.no_grad():
@@ -196,7 +197,7 @@ def test_greedy_tokens_are_the_most_likely_of_the_packed_forward(bases, paths, k
     assert best_T.tolist() == chosen_T.tolist()
     assert found != base.greedy(None, prompts, (), 5)
     # In parts that the budget allows, and with layers that a backward would compute again.
-    small = ResidentBase(paths[kind], 1, 40, checkpointing=True)
+    small = resident(paths[kind], 1, 40, checkpointing=True)
     generate = small.model.generate
     monkeypatch.setattr(
         small.model, "generate", lambda ids, **more: calls.append(ids) or generate(ids, **more)

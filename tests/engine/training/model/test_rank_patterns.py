@@ -10,6 +10,7 @@ from engine.training.model.lora import ResidentBase
 from engine.training.service.session import CURRENT, Session
 from tests.helpers.moe_bases import qwen3_moe
 from tests.helpers.packed_rows import ROWS
+from tests.helpers.resident_bases import resident
 from tests.helpers.training_sessions import BASE, factors, opening, same, train_one
 
 TARGETS = ("q_proj", "layers.2.self_attn.v_proj", "down_proj", "layers.0.mlp.up_proj")
@@ -19,7 +20,7 @@ ALPHAS = {"q_proj": 2.0, "layers.2.mlp.experts.down_proj": 5.0}
 
 @pytest.fixture(scope="module")
 def base(tiny_base, tmp_path_factory) -> ResidentBase:
-    return ResidentBase(qwen3_moe(tmp_path_factory.mktemp("patterns") / "moe", tiny_base), 1, 4096)
+    return resident(qwen3_moe(tmp_path_factory.mktemp("patterns") / "moe", tiny_base), 1, 4096)
 
 
 def mixed(base: ResidentBase, targets=TARGETS, ranks=RANKS):
@@ -56,7 +57,7 @@ def test_ranks_and_scales_are_those_that_peft_reads_from_the_same_patterns(tiny_
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    dense = ResidentBase(tiny_base, 1, 4096)
+    dense = resident(tiny_base, 1, 4096)
     ranks, alphas = (
         {"layers.1.self_attn.q_proj": 1, "up_proj": 6},
         {"q_proj": 2.0, "^model.layers.0.mlp.up_proj": 3},

@@ -25,6 +25,7 @@ from engine.training.service import protocol
 from engine.training.service.examples import example_of
 from tests.helpers.mla_bases import deepseek_v3
 from tests.helpers.moe_bases import qwen3_moe
+from tests.helpers.resident_bases import resident
 from tests.helpers.training_pass import one_pass
 
 KINDS = {"softmax": qwen3_moe, "sigmoid": deepseek_v3}
@@ -44,7 +45,7 @@ def paths(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 @pytest.fixture(scope="module")
 def bases(paths: dict[str, Path]) -> dict[str, ResidentBase]:
-    return {kind: ResidentBase(path, 1, 64) for kind, path in paths.items()}
+    return {kind: resident(path, 1, 64) for kind, path in paths.items()}
 
 
 def adapter_of(base: ResidentBase):
@@ -141,7 +142,7 @@ def test_given_experts_are_taken_with_the_trainers_own_scores(bases, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_given_experts_hold_in_a_backward_that_computes_again(bases, paths, kind):
     rows = [replace(row, routes=drawn_routes(bases[kind], row, i)) for i, row in enumerate(ROWS)]
-    again = ResidentBase(paths[kind], 1, 64, checkpointing=True)
+    again = resident(paths[kind], 1, 64, checkpointing=True)
     (want, wanted), (got, grads) = gradients(bases[kind], rows), gradients(again, rows)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
     for key, grad in wanted.items():

@@ -20,6 +20,7 @@ from engine.training.service.protocol import AdamParams, CreateSession, Export, 
 from engine.training.service.session import Session
 from tests.helpers.mla_bases import deepseek_v32
 from tests.helpers.own_ports import own_ports
+from tests.helpers.resident_bases import resident
 from tests.helpers.training_pass import gather
 
 PROMPTS = [[7, 8, 9, 10, 11, 12], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49]]
@@ -34,7 +35,7 @@ def path(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(path: Path) -> ResidentBase:
-    return ResidentBase(path, 1, 256)
+    return resident(path, 1, 256)
 
 
 def opened(base: ResidentBase) -> CreateSession:
@@ -51,7 +52,7 @@ def test_a_token_sees_the_picked_keys_alone_padded_or_not(base: ResidentBase, pa
     for row, found in zip([*ROWS, long], together, strict=True):
         assert base.score(None, [row])[0] == pytest.approx(found, abs=1e-5)
     assert not base.packs
-    other = ResidentBase(path, 1, 256)
+    other = resident(path, 1, 256)
     for layer in other.model.model.layers:
         layer.self_attn.indexer.index_topk = 64
     every = other.score(None, [long])[0]

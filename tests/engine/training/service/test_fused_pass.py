@@ -19,6 +19,7 @@ from engine.training.rollout_data import datum
 from engine.training.rollouts import Sample
 from engine.training.service import trainer as trainer_module
 from engine.training.service.protocol import Datum, ForwardBackward, ForwardBackwardInput, OptimStep, Request
+from engine.training.service.queue import Operation
 from engine.training.service.session import Session
 from tests.helpers.trainer_service import ADAM, SETTINGS, data
 from tests.helpers.trainers import Live, Trainers, gradients
@@ -253,9 +254,8 @@ def test_lines_between_keep_their_turns(trainers, monkeypatch):
     with held(live, "held"):
         live.trainer.submit(request(sessions[0], "a1", data(1)), live.trainer.forward_backward)
         for line in "xy":
-            live.trainer.queue.submit(
-                Request(request_id=f"{line}1"), line, live.trainer.metrics.timed(lambda _: 1)
-            )
+            work = live.trainer.metrics.timed(lambda _: 1)
+            live.trainer.queue.submit(Operation(Request(request_id=f"{line}1"), line, work))
         live.trainer.submit(request(sessions[1], "b1", data(2)), live.trainer.forward_backward)
         live.trainer.submit(request(sessions[0], "a2", data(3), gathered=1), live.trainer.forward_backward)
     live.trainer.operation("a2").result(WAIT_S)

@@ -19,7 +19,7 @@ from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow
 from engine.training.service.metrics import MASKS, PHASES, TrainerMetrics, adapter_bytes, peak_memory
 from engine.training.service.protocol import AdamParams, CreateSession, OptimStep, Request
-from engine.training.service.queue import Queue
+from engine.training.service.queue import Operation, Queue
 from engine.training.service.session import Session
 from engine.training.service.train_step import GAUGES
 from tests.helpers.history import step_row
@@ -179,14 +179,14 @@ def test_every_correction_that_masks_has_its_label():
 def test_what_waits_runs_and_was_refused_is_counted(queue):
     go = threading.Event()
     for number in range(3):
-        queue.submit(Request(request_id=f"{number}"), "a", lambda _: go.wait(20))
+        queue.submit(Operation(Request(request_id=f"{number}"), "a", lambda _: go.wait(20)))
         # The first one runs, and takes no place of those that wait.
         until = time.monotonic() + 20
         while not number and queue.waiting("a") and time.monotonic() < until:
             time.sleep(0.01)
     for number in range(2):
         with pytest.raises(Busy):
-            queue.submit(Request(request_id=f"more-{number}"), "a", lambda _: None)
+            queue.submit(Operation(Request(request_id=f"more-{number}"), "a", lambda _: None))
     seen = parsed(TrainerMetrics().render([], queue))
     go.set()
     assert value(seen, "trainer_queued_operations") == 3

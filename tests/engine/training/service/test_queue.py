@@ -41,7 +41,7 @@ def queue(worker: Worker) -> Iterator[Queue]:
 
 
 def send(queue: Queue, line: str, *numbers: int, work, **marks: bool) -> list[str]:
-    return [queue.submit(Request(request_id=f"{line}{n}"), line, work, **marks) for n in numbers]
+    return [queue.submit(Operation(Request(request_id=f"{line}{n}"), line, work, **marks)) for n in numbers]
 
 
 def results(queue: Queue, ids: list[str]) -> list[str]:
@@ -116,7 +116,7 @@ def test_what_followed_nothing_is_not_waited_for_at_once_again(queue, worker, mo
         """Let another line wait whenever a leading operation of `a` ends."""
         for _ in range(times):
             number = next(numbers)
-            queue.submit(Request(request_id=f"a{number}"), "a", leads_on, leads=True)
+            queue.submit(Operation(Request(request_id=f"a{number}"), "a", leads_on, leads=True))
             results(queue, [f"a{number}", f"b{number}"])
 
     def leads_on(request: Request) -> None:
@@ -206,7 +206,7 @@ def test_a_request_is_one_operation_and_a_failed_one_is_tried_again(queue, worke
 def test_only_a_request_that_failed_may_come_again_as_another(queue, worker):
     def sent(speed: float, work) -> list[str]:
         request = OptimStep(request_id="a1", session="a", fence=1, adam_params={"learning_rate": speed})
-        return [queue.submit(request, "a", work)]
+        return [queue.submit(Operation(request, "a", work))]
 
     def fails(_: Request) -> None:
         raise ConfigError("Not so.")
@@ -265,7 +265,7 @@ def test_what_runs_and_can_stop_is_told_to(queue):
         assert queue.operation(request.request_id).stop.wait(WAIT_S)
         raise Cancelled("Stopped.")
 
-    queue.submit(Request(request_id="long"), "a", stops, can_stop=True)
+    queue.submit(Operation(Request(request_id="long"), "a", stops, can_stop=True))
     assert begun.wait(WAIT_S)
     queue.cancel("long")
     with pytest.raises(Cancelled, match="Stopped"):

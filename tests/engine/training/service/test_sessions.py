@@ -504,9 +504,9 @@ def test_a_step_that_is_asked_for_late_was_taken_once(trainers):
             now.trainer.queue.operation("first")
         assert result_of(now, "first") == first
         # With gradients there that a second time would take.
-        now.client.create_session("one", "sums", **NEW)
-        now.client.forward_backward(now.session(session).info(), data(2))
-        assert now.client.optim_step(now.session(session).info(), ADAM, request_id="first") == first
+        again = now.client.create_session("one", "sums", **NEW)
+        now.client.forward_backward(again, data(2))
+        assert now.client.optim_step(again, ADAM, request_id="first") == first
         assert now.session(session).step == 71
         assert same(factors(now.session(session)), want)
 

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,7 +190,7 @@ def test_every_metric_of_the_loops_steps_is_in_every_place(run: Run) -> None:
 
 
 def test_a_row_of_any_version_and_place_is_a_step() -> None:
-    assert TrainStep.of(step_row(1)).row() == step_row(1)
+    assert asdict(TrainStep.of(step_row(1))) == step_row(1)
     # Of before most metrics, as the ledger returns it; and as a session keeps it.
     stored = {"id": "sums-1-3", "at": 1.0, "policy": "sums", "step": 3, "reward": None}
     stored |= {"masked": '{"outlier": 2}', "verifier_faults": None}
