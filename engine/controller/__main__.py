@@ -16,7 +16,7 @@ from engine.backup.ledger_archive import Archiver
 from engine.backup.place import BackupPlace
 from engine.catalog.catalog import Catalog, migrate
 from engine.catalog.fleet import Fleet
-from engine.catalog.opening import open_catalog
+from engine.catalog.opening import open_catalog, whole_catalog
 from engine.clients.http import connect
 from engine.clients.prefect import PrefectLogin
 from engine.controller.admission import WEBHOOK
@@ -51,7 +51,7 @@ def whole_controller(params: Params, holder: str) -> Controller:
         return EvidenceReader(catalog, without=Fleet(catalog).without)
 
     on_end = [partial(released, site=params.url("controller"))]
-    return Controller(params, holder, upkeep(params), on_end, reader)
+    return Controller(params, holder, upkeep(params), on_end, reader, whole_catalog)
 
 
 def whole_app(controller: Controller, mirror: AliasMirror) -> FastAPI:

@@ -22,7 +22,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.catalog.access import acting
 from engine.catalog.catalog import Catalog, Release
-from engine.catalog.opening import open_catalog
 from engine.controller.advance import Evidence, advance
 from engine.controller.apply import Applier, OnEnd
 from engine.controller.evidence import EvidenceReader
@@ -79,14 +78,16 @@ class Controller:
         chores: Sequence[Chore] = (),
         on_end: Sequence[OnEnd] = (),
         reader: Callable[[Catalog], EvidenceReader] = EvidenceReader,
+        catalog: Callable[[str], Catalog] = Catalog,
     ):
         """Open catalog, ledger and spool; raises `Conflict` while another process holds ledger or lease.
 
-        `on_end` is told of each release that ends, `reader` makes what reads the evidence.
+        `on_end` is told of each release that ends, `reader` makes what reads the evidence, `catalog` opens
+        the catalog at a URL.
         """
         self.params = params
         self.metrics = ControllerMetrics()
-        self.catalog = open_catalog(params.paths)
+        self.catalog = catalog(params.paths.catalog_url)
         self.ledger: Ledger | None = Ledger(params.paths.ledger)
         self.spool = Spool(params.paths.spool, "controller")
         self.applier = Applier(self.catalog, self.spool, on_end)

@@ -50,9 +50,9 @@ def line_of(paths: Paths, policy: str, config: PolicyConfig, targets: Sequence[s
 
 def _standing(paths: Paths, policy: str) -> tuple[str | None, int]:
     """Return the champion and the number of releases that failed against it."""
-    from engine.catalog.opening import open_catalog
+    from engine.catalog.catalog import Catalog
 
-    with open_catalog(paths) as catalog:
+    with Catalog(paths.catalog_url) as catalog:
         try:
             champion = catalog.routes.get(policy).champion
         except NotFound:

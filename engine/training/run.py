@@ -13,7 +13,7 @@ from typing import Any
 from engine.base.families import BaseShapes
 from engine.base.prompts import tokenizer_of
 from engine.base.resident import ensure_base
-from engine.catalog.opening import open_catalog
+from engine.catalog.catalog import Catalog
 from engine.errors import ConfigError, NotFound
 from engine.ledger.sender import open_spool
 from engine.ledger.spool import Spool
@@ -85,7 +85,7 @@ def prepare(
             f"{params.engine.max_rank}. Raise engine.max_rank and restart the services, or lower `rank`."
         )
     base = ensure_base(params.base, params.paths)
-    with suppress(NotFound), open_catalog(params.paths) as catalog:
+    with suppress(NotFound), Catalog(params.paths.catalog_url) as catalog:
         catalog.bases.check_text(base)
     tokenizer = tokenizer_of(base.path)
     shapes = BaseShapes.read(base.path)
