@@ -26,7 +26,6 @@ OPTIONAL = {
     "engine.integrations": {"engine.controller.__main__"},
     "engine.notifications": {"engine.controller.__main__", "engine.integrations"},
     "engine.report": {"engine.controller.__main__"},
-    "engine.serving.gateway.limits": {"engine.serving.gateway.meter"},
     "engine.serving.gateway.membership": {"engine.serving.gateway.endpoints"},
     "engine.serving.gateway.meter": {"engine.serving.gateway.endpoints"},
     "engine.serving.gateway.prewarming": {"engine.serving.gateway.endpoints"},
