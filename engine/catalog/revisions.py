@@ -41,8 +41,9 @@ class Revisions:
     def __init__(self, access: Access, rows: RevisionRows, suggestions: Suggestions):
         self._access = access
         self._rows = rows
-        # What `get` returns, or None where that would look for the nearest names, for milliseconds.
-        self.match = rows.match
+        # What `get` returns and what withholds it, or None where that would look for the nearest names, for
+        # milliseconds.
+        self.standing = rows.standing
         # The revision with this whole digest; None when there is none.
         self.find = rows.find
         self._suggestions = suggestions
@@ -76,10 +77,10 @@ class Revisions:
 
         Raises `NotFound` with the nearest names, or `Ambiguous` with the candidates when there are several.
         """
-        found = self.match(policy, digest_prefix)
+        found = self.standing(policy, digest_prefix)
         if found is None:
             raise self._suggestions.missing(policy, digest_prefix)
-        return found
+        return found.revision
 
     def page(
         self,
