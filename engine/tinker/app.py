@@ -24,7 +24,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from engine.catalog.catalog import Key, open_catalog
-from engine.catalog.records import TinkerCheckpoint, TinkerModel
+from engine.catalog.tinker import TinkerCheckpoint, TinkerModel
 from engine.errors import Busy, ConfigError, GraftworkError, NotFound
 from engine.logs import set_up
 from engine.security.http import HEALTH, server_options, trusted

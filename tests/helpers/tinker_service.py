@@ -12,7 +12,7 @@ import numpy as np
 import uvicorn
 
 from engine.catalog.catalog import Catalog, migrate
-from engine.catalog.records import TinkerModel
+from engine.catalog.tinker import TinkerModel
 from engine.errors import ConfigError, ServiceError
 from engine.tinker.app import make_app
 from engine.tinker.codec import Sampled, write_samples
