@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Column, Connection, select, update
 
@@ -42,6 +42,14 @@ table = tables.revisions.c
 NEWEST_FIRST = table.created_at.desc(), table.id.desc()
 
 
+class Standing(NamedTuple):
+    """A revision, and what withholds it: the reasons of its tombstone in force and of its quarantine."""
+
+    revision: Revision
+    tombstone: str | None
+    quarantine: str | None
+
+
 class RevisionRows:
     """Reads rows of `revisions` for the catalog's parts; caches interned strings, whose ids never change."""
 
@@ -50,7 +58,12 @@ class RevisionRows:
         self._ids: dict[str, int] = {}
         self._names: dict[int, str] = {}
         mark, names = access.mark, ", ".join(f'"{column.name}"' for column in COLUMNS)
-        find = f"SELECT {names} FROM revisions WHERE digest >= {mark} AND digest <= {mark}"
+        digits = "lower(hex(revisions.digest))" if access.is_sqlite else "encode(revisions.digest, 'hex')"
+        withheld = f"(SELECT reason FROM {{}} WHERE policy = revisions.policy AND digest = {digits}{{}})"
+        stones = withheld.format("tombstones", " AND lifted_at IS NULL"), withheld.format("quarantine", "")
+        find = (
+            f"SELECT {names}, {', '.join(stones)} FROM revisions WHERE digest >= {mark} AND digest <= {mark}"
+        )
         # The expression rules out the index on policies, so that SQL uses the range of the key.
         self._find_by_prefix = f"{find} AND policy || '' = {mark} LIMIT {CANDIDATES + 1}"
         self._find_short = f"{find} AND policy = {mark} LIMIT {CANDIDATES + 1}"
@@ -66,19 +79,20 @@ class RevisionRows:
         rows = self.select(select(*COLUMNS).where(*key_of(policy, digest)))
         return rows[0] if rows else None
 
-    def match(self, policy: str, digest_prefix: str) -> Revision | None:
-        """Return the one revision whose digest starts with this prefix; None when there is none.
+    def standing(self, policy: str, digest_prefix: str) -> Standing | None:
+        """Return the one revision whose digest starts with this prefix, and what withholds it, by one query.
 
-        Raises `Ambiguous` with the candidates when there are several.
+        None when there is none. Raises `Ambiguous` with the candidates when there are several.
         """
         between = prefix_range(digest_prefix)
         if between is None or not POLICY_NAME.fullmatch(policy):
             return None
         query = self._find_by_prefix if len(digest_prefix) > SHORT_PREFIX else self._find_short
-        found = self.decode(self._access.quick(query, (*between, policy)))
+        rows = self._access.quick(query, (*between, policy))
+        found = self.decode([row[: len(COLUMNS)] for row in rows])
         if len(found) > 1:
             raise _ambiguous(policy, digest_prefix, [row.digest for row in found[:CANDIDATES]])
-        return found[0] if found else None
+        return Standing(found[0], *rows[0][len(COLUMNS) :]) if found else None
 
     def change(self, policy: str, digest: str, **values: Any) -> None:
         """Change a revision's row; `NotFound` when there is none."""

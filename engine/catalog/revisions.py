@@ -43,8 +43,9 @@ class Revisions:
     def __init__(self, access: Access, rows: RevisionRows, names: UnknownNames):
         self._access = access
         self._rows = rows
-        # What `get` returns, or None where that would make an error, which may take milliseconds.
-        self.match = rows.match
+        # What `get` returns and what withholds it, or None where that would make an error, which may take
+        # milliseconds.
+        self.standing = rows.standing
         # The revision with this whole digest; None when there is none.
         self.find = rows.find
         self._unknown = names
@@ -86,10 +87,10 @@ class Revisions:
 
         Raises `NotFound`, or `Ambiguous` with the candidates when there are several.
         """
-        found = self.match(policy, digest_prefix)
+        found = self.standing(policy, digest_prefix)
         if found is None:
             raise self._unknown.missing(policy, digest_prefix)
-        return found
+        return found.revision
 
     def copies(self, policy: str, digest: str) -> list[tuple[Revision, bool]]:
         """Return rows of this whole digest, the policy's own first, and whether each is in quarantine.

@@ -29,7 +29,7 @@ from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.usage_log import UsageLog
 from engine.serving.gateway.call import GatewayState
 from engine.serving.gateway.catalog_rows import rows_to_cache
-from engine.serving.gateway.endpoints import Standing, attach
+from engine.serving.gateway.endpoints import Readiness, attach
 from engine.serving.gateway.forwarding import answer_as_asked
 from engine.serving.gateway.grammar_trial import GrammarTrial
 from engine.serving.gateway.leaving import end_requests_first
@@ -89,7 +89,7 @@ class GraftworkEndpoints:
         warm = params.paths.warm / f"{params.engine.port}.json"
         prewarmer = Prewarmer(tier, router, warm, membership.tell)
         why_not_ready = partial(membership.why_not_ready, router, prewarmer.missing)
-        state.graftwork_standing = Standing(why_not_ready, membership.drain)
+        state.graftwork_readiness = Readiness(why_not_ready, membership.drain)
         state.graftwork = GatewayState(
             router,
             tier,

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from engine.catalog.catalog import Key
 from engine.catalog.opening import open_catalog
-from engine.catalog.records import TinkerCheckpoint, TinkerModel
+from engine.catalog.tinker import TinkerCheckpoint, TinkerModel
 from engine.errors import Busy, ConfigError, GraftworkError, NotFound
 from engine.logs import set_up
 from engine.security.http import HEALTH, server_options, trusted

@@ -16,7 +16,7 @@ import numpy as np
 from engine.base.families import PROJECTIONS, BaseShapes
 from engine.base.resident import base_config
 from engine.catalog.catalog import Catalog
-from engine.catalog.records import TinkerCheckpoint, TinkerModel
+from engine.catalog.tinker import TinkerCheckpoint, TinkerModel
 from engine.clients.engine import EngineClient
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.settings.params import Params, served_name

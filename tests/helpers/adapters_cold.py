@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from engine.catalog.catalog import Revision
+from engine.catalog.revision_rows import Standing
 from engine.errors import AdapterError
 from engine.serving.residency.residency import Residency
 from engine.settings.params import served_name
@@ -52,11 +53,13 @@ class FakeCatalog:
     def __init__(self):
         self.moved: dict[str, list[str]] = {}
         self.damaged: dict[str, str] = {}
-        self.revisions = SimpleNamespace(get=self._revision)
+        self.revisions = SimpleNamespace(
+            get=self._revision,
+            standing=lambda policy, digest: Standing(revision(0), None, self.damaged.get(digest)),
+        )
         self.layouts = SimpleNamespace(get=lambda digest: "{}")
         self.quarantine = SimpleNamespace(
-            add=lambda policy, digest, reason: self.damaged.update({digest: reason}),
-            reason=lambda policy, digest: self.damaged.get(digest),
+            add=lambda policy, digest, reason: self.damaged.update({digest: reason})
         )
 
     def _revision(self, policy, digest):

@@ -256,7 +256,7 @@ def own_endpoints(state: GatewayState, catalog: Catalog) -> FastAPI:
     """Graftwork's endpoints in an app with vLLM's answers to errors."""
     from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
-    from engine.serving.gateway.endpoints import Standing, attach
+    from engine.serving.gateway.endpoints import Readiness, attach
 
     async def loads() -> list[Any]:
         return []
@@ -269,7 +269,7 @@ def own_endpoints(state: GatewayState, catalog: Catalog) -> FastAPI:
     membership = Membership(catalog, "here", "http://here", "base", "1")
     membership.beat()
     why_not_ready = partial(membership.why_not_ready, state.router, list)
-    app.state.graftwork_standing = Standing(why_not_ready, membership.drain)
+    app.state.graftwork_readiness = Readiness(why_not_ready, membership.drain)
     app.state.graftwork_marker = {"plugin": "fake"}
     return app
 

@@ -34,7 +34,6 @@ OPTIONAL: dict[str, set[str]] = {
     "engine.integrations": {"engine.controller.__main__"},
     "engine.metering": {
         "engine.serving.assembly",
-        "engine.serving.gateway.limits",
         "engine.serving.gateway.meter",
     },
     "engine.notifications": {"engine.controller.__main__", "engine.integrations"},
@@ -43,7 +42,6 @@ OPTIONAL: dict[str, set[str]] = {
     "engine.planning.fleet": set(),
     "engine.publishing.foreign": {"engine.training.service.app"},
     "engine.report": {"engine.controller.__main__"},
-    "engine.serving.gateway.limits": {"engine.serving.gateway.meter"},
     "engine.serving.gateway.membership": {"engine.serving.assembly"},
     "engine.serving.gateway.meter": {"engine.serving.assembly"},
     "engine.serving.gateway.prewarming": {"engine.serving.assembly"},

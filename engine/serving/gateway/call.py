@@ -23,7 +23,7 @@ from prometheus_client import Counter
 from engine.catalog.catalog import Key, Tenant
 from engine.ledger.spool import Spool
 from engine.serving.gateway.answers import AnswerReader, Used
-from engine.serving.gateway.asgi import Header, Receive, Send
+from engine.serving.gateway.asgi import Header, Receive, Refused, Send
 from engine.serving.gateway.constraints import Constraint
 from engine.serving.gateway.grammar_trial import GrammarTrial
 from engine.serving.gateway.route_table import Endpoint
@@ -235,6 +235,35 @@ class Call:
         other.parent, other.answer = self, self.answer.again()
         other.name, other.has_failed = None, False
         return other
+
+    def reserve(self, template_tokens: int, ceiling: float) -> int:
+        """Return the tokens that it may take: its prompts, with their template, and all of its completions.
+
+        Where only its limits, `ceiling`, bound its answer, the body says so from now on. Raises `Refused`
+        (400), with the largest length, where they never admit it.
+        """
+        body, size, context = self.body, self.size, self.state.context
+        is_plain = "prompt" in body or "prompts" in body
+        most_prompt = self.body_bytes + (size.prompts if is_plain else template_tokens)
+        prompt = min(most_prompt, context * size.prompts)
+        each = context if size.most_tokens is None else min(size.most_tokens, context)
+        if prompt + size.samples * each <= ceiling:
+            return prompt + size.samples * each
+        most = int(ceiling - prompt) // size.samples
+        if most < 1:
+            said = (
+                f"A limit of this key or its tenant admits {ceiling:g} tokens, and this prompt may have "
+                f"{prompt} already. Send a shorter one, in fewer parts."
+            )
+            raise Refused(400, said, "limit_too_low")
+        if size.most_tokens is not None:
+            said = (
+                f"A limit of this key or its tenant admits {ceiling:g} tokens, and this request may take "
+                f"{prompt + size.samples * each}. Ask for at most {most} tokens of each completion."
+            )
+            raise Refused(400, said, "limit_too_low", "max_tokens")
+        body[self.endpoint.length] = most
+        return prompt + size.samples * most
 
     def observation(self) -> dict[str, Any]:
         """Return the row for the ledger's table `observations`."""

@@ -28,8 +28,8 @@ LOOK_S = 0.5
 THREADS = 8
 # Names and keys that are known not to exist, so that asking again reads nothing.
 ABSENT_ROWS = 4096
-# Least rows to cache, about 2 kB each. Each adapter of the host tier needs three (route, revision,
-# tombstone); the other three are for adapters that have left it.
+# Least rows to cache, about 2 kB each. Each adapter of the host tier needs three (its route, and its revision
+# under its digest and under what a client writes of it); the others are for adapters that have left it.
 LEAST_ROWS = 8192
 ROWS_PER_ADAPTER = 6
 T = TypeVar("T")
@@ -261,6 +261,12 @@ class CatalogRows:
             return kept[1]
         self._rows.put(key, seen, value)
         return value
+
+    def share(self, key: Hashable, also: Hashable) -> None:
+        """Keep a row under another key as well, as of when it was read, unless a newer one is there."""
+        kept, other = self._rows.get(key), self._rows.get(also)
+        if kept is not None and not self.is_unread(key) and (other is None or other[0] < kept[0]):
+            self._rows.put(also, *kept)
 
     def find(self, whose: str | None, key: Hashable, read: Callable[[], Any]) -> Any:
         """Return a row as `read` does, or None: that there is none is kept as well, apart from the rows.

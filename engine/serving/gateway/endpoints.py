@@ -38,17 +38,17 @@ class Prewarm(BaseModel):
 
 
 @dataclass(frozen=True)
-class Standing:
+class Readiness:
     """Whether users may be sent to this engine: None, or a word for why not; and how to send no more."""
 
     why_not_ready: Callable[[], str | None]
     drain: Callable[[], object]
 
 
-def alone() -> Standing:
-    """Return the standing of an engine that no other one is beside: ready until it is drained."""
+def alone() -> Readiness:
+    """Return the readiness of an engine that no other one is beside: ready until it is drained."""
     drained = Event()
-    return Standing(lambda: "draining" if drained.is_set() else None, drained.set)
+    return Readiness(lambda: "draining" if drained.is_set() else None, drained.set)
 
 
 def attach(app: FastAPI) -> None:
@@ -65,7 +65,7 @@ def attach(app: FastAPI) -> None:
     app.post("/graftwork/samples")(samples)
     app.post("/v1/feedback", status_code=202)(feedback)
     app.post("/v1/prewarm", status_code=202)(prewarm)
-    app.state.graftwork_standing = alone()
+    app.state.graftwork_readiness = alone()
 
 
 async def marker(request: Request) -> Response:
@@ -80,7 +80,7 @@ async def ready(request: Request) -> Response:
     state: GatewayState | None = getattr(request.app.state, "graftwork", None)
     if state is not None:
         try:
-            why = await state.router.ask(request.app.state.graftwork_standing.why_not_ready)
+            why = await state.router.ask(request.app.state.graftwork_readiness.why_not_ready)
         except GraftworkError:
             why = "catalog"
     return JSONResponse({"ready": why is None, "reason": why}, 503 if why else 200)
@@ -88,7 +88,7 @@ async def ready(request: Request) -> Response:
 
 async def drain(request: Request) -> dict[str, bool]:
     """Take no new users from now on; requests that come are still answered. Before a stop, or an upgrade."""
-    request.app.state.graftwork_standing.drain()
+    request.app.state.graftwork_readiness.drain()
     return {"draining": True}
 
 

@@ -113,7 +113,7 @@ async def hold_canary(state: GatewayState, target: Target) -> str | None:
     # Whatever keeps it from being loaded, no user's request may fail by it.
     with suppress(GraftworkError):
         seen = state.router.seen
-        revision = await state.router.ask(state.router.revision, target.policy or "", target.digest or "")
+        revision = await state.router.ask(state.router.canary, target.policy or "", target.digest or "")
         if seen != state.router.seen or state.router.unread_s > STALE_S:
             # While it was read it may have been rolled back.
             return None

@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
-from typing import NamedTuple
 
 from prometheus_client import Counter
 
@@ -28,8 +27,7 @@ from engine.errors import LimitReached, ServiceError
 from engine.metering.usage_log import UsageLog
 from engine.metering.usage_rows import DAY, MONTH, Budget, Metered, UsageWriter
 from engine.serving.gateway.asgi import Header, Refused
-from engine.serving.gateway.call import Call, Size
-from engine.serving.gateway.limits import REFUSED, LoadShare, over
+from engine.serving.gateway.call import Call
 
 # What a chat template adds to a prompt, where it is not known, and what it adds for tools. For each message
 # it adds less than the bytes of a message without text; a token has at least one byte of the body.
@@ -40,12 +38,22 @@ BYTES_A_TOKEN = 4
 A_PERIOD = tuple((period, f"tokens_per_{period}") for period in (DAY, MONTH))
 # Accounts that are kept; another is made from the rows of its key.
 MOST_ACCOUNTS = 1 << 14
+# The share of the queue of cold loads that a tenant with policies of its own may take.
+LOAD_SHARE = 0.5
+REFUSED = Counter("graftwork_requests_limited", "Requests refused by a limit.", ["tenant", "limit"])
 TOKENS = Counter("graftwork_tokens", "Tokens of settled requests.", ["tenant", "kind"])
 RATE_HEADERS = tuple(
     tuple(f"x-ratelimit-{word}-{kind}".encode() for word in ("limit", "remaining", "reset"))
     for kind in ("requests", "tokens")
 )
 left_of = attrgetter("left")
+
+
+def over(tenant: Tenant, limit: str, what: str, subject: str, retry_s: float) -> LimitReached:
+    """Return the error for a limit that is reached, and count it."""
+    REFUSED.labels(tenant.name, limit).inc()
+    of = f" of the {subject.partition(':')[0]}" if subject else ""
+    return LimitReached(f"The limit{of}, {what}, is reached. Try again later.", min(retry_s, 60.0))
 
 
 @lru_cache(4096)
@@ -137,6 +145,47 @@ def _bucket(
     if found is None or found.capacity != capacity:
         found = buckets[name] = TokenBucket(capacity, capacity, time.monotonic())
     return found
+
+
+class LoadShare:
+    """How many cold adapters each tenant waits for, of the `places` that the queue has. Not thread-safe."""
+
+    def __init__(self, places: int):
+        self._places = places
+        # Of each tenant, the adapters that it waits for, and by how many calls; and those loaded ahead.
+        self.waited: dict[str, Tally[str]] = {}
+        self._ahead: dict[str, set[str]] = {}
+
+    def prewarm(self, key: Key, tenant: Tenant, name: str, is_loading: Callable[[str], bool]) -> None:
+        """Count an adapter that is loaded ahead of its requests. Raises as `wait`."""
+        before = self._ahead.get(tenant.name, set())
+        self._ahead[tenant.name] = {one for one in before if is_loading(one)}
+        self._refuse(key, tenant, name)
+        self._ahead[tenant.name].add(name)
+
+    @contextmanager
+    def wait(self, key: Key, tenant: Tenant, name: str) -> Iterator[None]:
+        """Wait for a cold adapter.
+
+        Raises `LimitReached` when as many other adapters are loaded for this tenant as its share allows.
+        """
+        self._refuse(key, tenant, name)
+        mine = self.waited.setdefault(tenant.name, Tally())
+        mine[name] += 1
+        try:
+            yield
+        finally:
+            mine[name] -= 1
+            if not mine[name]:
+                del mine[name]
+
+    def _refuse(self, key: Key, tenant: Tenant, name: str) -> None:
+        share = tenant.limits.get("load_share", LOAD_SHARE if key.policies else 1.0)
+        share = min(share, key.limits.get("load_share", 1.0))
+        mine = {*self.waited.get(tenant.name, ()), *self._ahead.get(tenant.name, ())}
+        if name not in mine and len(mine) >= max(1, math.floor(share * self._places)):
+            limit = f"{share:.0%} of the queue of cold loads"
+            raise over(tenant, "load_share", limit, f"tenant:{tenant.name}", 1.0)
 
 
 class FairShare:
@@ -245,7 +294,8 @@ class Meter:
         written: no call is served that is not recorded.
         """
         account = self._account_of(call)
-        tokens = self._reserve(call, account)
+        template = self._template_tokens + ("tools" in call.body) * TOOL_TOKENS
+        tokens = call.reserve(template, account.ceiling)
         self._enter(account, tokens)
         asked = Metered(
             call.answer_id,
@@ -271,17 +321,6 @@ class Meter:
             raise
         tag = self._fair.enter(call.tenant.name, tokens, call.tenant.weight)
         call.bill, call.priority = Bill(account, asked, number, tag), int(tag)
-
-    def _reserve(self, call: Call, account: Account) -> int:
-        """Return the tokens that a call may take, and bound its answer where only its limits do."""
-        body, size = call.body, call.size
-        template = self._template_tokens + ("tools" in body) * TOOL_TOKENS
-        is_plain = "prompt" in body or "prompts" in body
-        prompt = call.body_bytes + (size.prompts if is_plain else template)
-        reserved = reserve(size, prompt, call.state.context, account.ceiling)
-        if reserved.length is not None:
-            body[call.endpoint.length] = reserved.length
-        return reserved.tokens
 
     def _enter(self, account: Account, tokens: int) -> None:
         """Take a call's place and its share of the minute. Raises `LimitReached`, as `open` does."""
@@ -352,39 +391,7 @@ class Meter:
         self.loads.prewarm(key, tenant, name, is_loading)
 
 
-class Reservation(NamedTuple):
-    """The tokens that a request can take; `length` caps each completion where the request names no number."""
-
-    tokens: int
-    length: int | None
-
-
 def ceiling_of(*limits: Mapping[str, float]) -> float:
     """Return the tokens of a request that no wait makes these limits admit more than."""
     found = (one for given in limits for name, one in given.items() if name.startswith("tokens_per_"))
     return min(found, default=math.inf)
-
-
-def reserve(size: Size, prompt_tokens: int, context: int, ceiling: float) -> Reservation:
-    """Return what a request reserves: its prompts, of at most so many tokens, and all of its completions.
-
-    Raises `Refused` (400), with the largest length, where the limits never admit it.
-    """
-    prompt = min(prompt_tokens, context * size.prompts)
-    each = context if size.most_tokens is None else min(size.most_tokens, context)
-    if prompt + size.samples * each <= ceiling:
-        return Reservation(prompt + size.samples * each, None)
-    most = int(ceiling - prompt) // size.samples
-    if most < 1:
-        said = (
-            f"A limit of this key or its tenant admits {ceiling:g} tokens, and this prompt may have {prompt} "
-            "already. Send a shorter one, in fewer parts."
-        )
-        raise Refused(400, said, "limit_too_low")
-    if size.most_tokens is not None:
-        said = (
-            f"A limit of this key or its tenant admits {ceiling:g} tokens, and this request may take "
-            f"{prompt + size.samples * each}. Ask for at most {most} tokens of each completion."
-        )
-        raise Refused(400, said, "limit_too_low", "max_tokens")
-    return Reservation(prompt + size.samples * most, most)

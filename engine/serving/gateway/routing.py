@@ -16,6 +16,7 @@ from typing import Any
 
 from engine.catalog.catalog import Catalog, Key, Revision, Route, Tenant
 from engine.catalog.records import hash_key
+from engine.catalog.revision_rows import Standing
 from engine.errors import AdapterError, Forbidden, Gone, GraftworkError, NotFound, ServiceError
 from engine.serving.gateway.catalog_rows import LEAST_ROWS, CatalogRows
 from engine.settings.params import DIGEST12, POLICY_NAME, served_name, split_served_name
@@ -171,19 +172,20 @@ class Router:
         if not digest:
             raise NotFound(f"{model!r} has no digest after '@'. Use {policy!r} or {policy}@DIGEST.", [policy])
         try:
-            pinned = self._revision(policy, digest)
+            pinned = self._standing(policy, digest)
         except NotFound as missing:
             raise self._purged(model, policy) or missing from None
+        self._refuse_other_base(pinned.revision)
         if purpose not in JUDGING:
-            reason = self._reason(pinned)
+            reason = withheld_for(pinned)
             if reason is not None:
                 raise Gone(f"{model} {reason}")
-            if self.rows.unread_s(_tombstone_key(policy, pinned.digest)) > STALE_S:
+            if self.rows.unread_s(_row_of(policy, digest)) > STALE_S:
                 raise ServiceError(
                     f"The catalog has been unreadable for {STALE_S:g} s, and {model} may have been rolled "
                     f"back since. Try again, or use the policy's name {policy!r}."
                 )
-        return Target(policy, pinned.digest, "pinned")
+        return Target(policy, pinned.revision.digest, "pinned")
 
     def instead_of(self, canary: Target) -> Target:
         """Return who answers in a canary's place: the champion, else the base."""
@@ -234,9 +236,17 @@ class Router:
         `may_be_old`.
         """
         self.rows.look()
-        found = self._revision(policy, digest)
-        if not may_be_old and self.rows.is_unread(("revision", policy, digest)):
+        found = self._standing(policy, digest).revision
+        self._refuse_other_base(found)
+        if not may_be_old and self.rows.is_unread(_row_of(policy, digest)):
             raise ServiceError(f"The catalog row of {served_name(policy, digest)} is unreadable. Try again.")
+        return found
+
+    def canary(self, policy: str, digest: str) -> Revision:
+        """Return a canary's revision as `revision` does. Raises `Gone` when it has a tombstone by now."""
+        found = self.revision(policy, digest)
+        if self._has_tombstone(policy, digest):
+            raise Gone(f"{served_name(policy, digest)} was rolled back.")
         return found
 
     def in_quarantine(self, revisions: Iterable[Revision]) -> set[tuple[str, str]]:
@@ -288,12 +298,9 @@ class Router:
     def _is_ours(self, policy: str, digest: str) -> bool:
         """Return whether a revision is not known to be of another base, which other engines serve."""
         try:
-            self._revision(policy, digest)
-        except AdapterError:
-            return False
+            return self._standing(policy, digest).revision.base == self._base_digest
         except NotFound:
-            pass
-        return True
+            return True
 
     @property
     def seen(self) -> int:
@@ -315,9 +322,9 @@ class Router:
         route: Route | None = self.rows.find(policy, key, lambda: self._catalog.routes.get(policy))
         return route
 
-    def _revision(self, policy: str, digest: str) -> Revision:
-        def read() -> Revision:
-            row = self._catalog.revisions.match(policy, digest)
+    def _standing(self, policy: str, digest: str) -> Standing:
+        def read() -> Standing:
+            row = self._catalog.revisions.standing(policy, digest)
             if row is None:
                 raise NotFound(f"Policy {policy!r} has no revision {digest[:DIGEST12]!r} in the catalog.")
             return row
@@ -326,39 +333,30 @@ class Router:
             # Not cached: a new revision may make a short prefix ambiguous.
             self.rows.refuse_on_loop()
             try:
-                found = read()
+                return read()
             except ServiceError as error:
                 raise self.rows.unreadable(error) from None
-        else:
-            found = self.rows.read(policy, ("revision", policy, digest), read)
-            if len(digest) < len(found.digest):
-                # The gateway looks up the whole digest next.
-                whole = ("revision", policy, found.digest)
-                self.rows.read(policy, whole, lambda: found)
-        if found.base != self._base_digest:
-            raise AdapterError(
-                f"{served_name(policy, found.digest)} belongs to base {found.base[:12]}, but this engine "
-                f"serves base {self._base_digest[:12]}. Use an engine with that base, or train the policy "
-                "on this one."
-            )
+        asked = _row_of(policy, digest)
+        found: Standing = self.rows.read(policy, asked, read)
+        if len(digest) < len(found.revision.digest):
+            # The gateway looks up the whole digest next.
+            self.rows.share(asked, _row_of(policy, found.revision.digest))
         return found
 
+    def _refuse_other_base(self, revision: Revision) -> None:
+        if revision.base != self._base_digest:
+            raise AdapterError(
+                f"{served_name(revision.policy, revision.digest)} belongs to base {revision.base[:12]}, but "
+                f"this engine serves base {self._base_digest[:12]}. Use an engine with that base, or train "
+                "the policy on this one."
+            )
+
     def _has_tombstone(self, policy: str, digest: str) -> bool:
-        return self._tombstone(policy, digest) is not None
-
-    def _tombstone(self, policy: str, digest: str) -> Any:
-        key = _tombstone_key(policy, digest)
-        return self.rows.read(policy, key, lambda: self._catalog.tombstones.find(policy, digest))
-
-    def _reason(self, revision: Revision) -> str | None:
-        """Return why a revision is not served (rolled back or retired), or None if it is."""
-        tombstone = self._tombstone(revision.policy, revision.digest)
-        if tombstone is not None:
-            return f"was rolled back: {tombstone.reason} `graftwork lift` makes it available again."
-        if revision.retired_at is not None:
-            reason = revision.retired_reason
-            return f"was retired: {reason} `graftwork adapters unretire` makes it available again."
-        return None
+        try:
+            return self._standing(policy, digest).tombstone is not None
+        except NotFound:
+            # A row with a tombstone in force never expires.
+            return False
 
     def _purged(self, model: str, policy: str) -> Gone | None:
         purged = self.rows.find(policy, ("purged", policy), lambda: self._catalog.purges.find(policy))
@@ -370,15 +368,25 @@ class Router:
         arms = [(CANARY, route.canary)] if in_canary(route, unit) else []
         if arms and route.champion:
             # Who takes the canary's place once the catalog is silent must be known by then.
-            self._tombstone(route.policy, route.champion)
+            self._has_tombstone(route.policy, route.champion)
         for arm, digest in [*arms, ("champion", route.champion)]:
             if digest and not self._has_tombstone(route.policy, digest):
-                read = ("route", route.policy), _tombstone_key(route.policy, digest)
+                read = ("route", route.policy), _row_of(route.policy, digest)
                 if arm == CANARY and self.rows.unread_s(*read) > STALE_S:
                     continue
                 return Target(route.policy, digest, arm, route.version, route.plain_units)
         return Target(route.policy, None, "base", route.version, route.plain_units)
 
 
-def _tombstone_key(policy: str, digest: str) -> Hashable:
-    return "tombstone", policy, digest
+def withheld_for(found: Standing) -> str | None:
+    """Return why a revision is not served (rolled back or retired), or None if it is."""
+    if found.tombstone is not None:
+        return f"was rolled back: {found.tombstone} `graftwork lift` makes it available again."
+    if found.revision.retired_at is not None:
+        reason = found.revision.retired_reason
+        return f"was retired: {reason} `graftwork adapters unretire` makes it available again."
+    return None
+
+
+def _row_of(policy: str, digest: str) -> Hashable:
+    return "revision", policy, digest

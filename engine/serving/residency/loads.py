@@ -280,10 +280,11 @@ class AdapterFetch:
         return await self.in_thread(self._refuse_quarantined, row)
 
     def _refuse_quarantined(self, row: Revision) -> None:
-        reason = self._catalog.quarantine.reason(row.policy, row.digest)
-        if reason is not None:
+        # Asked for each time: no gateway is told when a quarantine ends.
+        now = self._catalog.revisions.standing(row.policy, row.digest)
+        if now is not None and now.quarantine is not None:
             raise AdapterError(
-                f"{served_name(row.policy, row.digest)} is in quarantine: {reason} "
+                f"{served_name(row.policy, row.digest)} is in quarantine: {now.quarantine} "
                 "Export the revision again to replace its bytes under the same name."
             )
 

@@ -184,6 +184,21 @@ def test_quarantine_ends_with_whole_bytes_or_by_hand(catalog: Catalog) -> None:
     assert [catalog.quarantine.reason("sorting", digest(i)) for i in (1, 2, 3)] == [None, None, None]
 
 
+def test_one_query_tells_what_withholds_a_revision(catalog: Catalog) -> None:
+    catalog.revisions.add_many([row(1), row(2)])
+    catalog.tombstones.add("sorting", digest(1), "Reward fell.", "me")
+    catalog.quarantine.add("sorting", digest(1), "Damaged.")
+    catalog.tombstones.add("others", digest(2), "Not this policy's.", "me")
+    for prefix in (digest(1), digest(1)[:12], digest(1)[:1]):
+        found = catalog.revisions.standing("sorting", prefix)
+        assert found == (catalog.revisions.get("sorting", digest(1)), "Reward fell.", "Damaged.")
+    catalog.tombstones.lift("sorting", digest(1), "me", "It is fine.")
+    catalog.quarantine.release("sorting", digest(1))
+    for number in (1, 2):
+        assert catalog.revisions.standing("sorting", digest(number))[1:] == (None, None)
+    assert catalog.revisions.standing("sorting", digest(3)) is None
+
+
 def test_a_name_that_names_nothing_has_near_ones(catalog: Catalog) -> None:
     catalog.revisions.add_many([row(i) for i in range(300)])
     with pytest.raises(NotFound, match="Nearest") as caught:

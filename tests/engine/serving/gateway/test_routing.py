@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from engine.catalog.catalog import Base, Catalog, Policy, Release, Revision, Route, migrate
-from engine.catalog.records import Tombstone
+from engine.catalog.revision_rows import Standing
 from engine.catalog.suggestions import Suggestions
 from engine.errors import AdapterError, Ambiguous, NotFound, ServiceError
 from engine.serving.gateway.catalog_rows import RowCache, rows_to_cache
@@ -238,13 +238,13 @@ def test_a_gateway_that_gets_no_cpu_for_a_second_is_not_blind(catalog, monkeypat
     clock = Clock()
     set_route(catalog, champion=CHAMPION, canary=CANARY, weight=0.999)
     router = Router(catalog, "tiny", "base", clock)
-    found = catalog.tombstones.find
+    found = catalog.revisions.standing
 
-    def slow(*asked: str) -> Tombstone | None:
+    def slow(*asked: str) -> Standing | None:
         clock.now += 2 * STALE_S
         return found(*asked)
 
-    monkeypatch.setattr(catalog.tombstones, "find", slow)
+    monkeypatch.setattr(catalog.revisions, "standing", slow)
     assert router.resolve("sums", "ann").arm == "canary"
     assert router.resolve(f"sums@{CHAMPION[:12]}", "ann").digest == CHAMPION
 
@@ -310,7 +310,7 @@ def test_a_change_elsewhere_reads_nothing_again(catalog, monkeypatch):
     set_route(catalog, champion=CHAMPION)
     router = Router(catalog, "tiny", "base")
     router.resolve("sums", "ann")
-    reads = reads_of(monkeypatch, (catalog.routes, "get"), (catalog.tombstones, "find"))
+    reads = reads_of(monkeypatch, (catalog.routes, "get"), (catalog.revisions, "standing"))
     catalog.leases.acquire("controller", "me", 5)
     catalog.policies.add(Policy("others", "base", {}, "me", 0.0))
     assert router.resolve("sums", "ann").digest == CHAMPION
@@ -365,6 +365,38 @@ def test_a_read_that_failed_says_nothing_of_a_row_that_another_thread_has_read()
     cache.put("key", 1, "new")
     cache.fail("key", kept, 3.0)
     assert cache.unread_since("key") is None
+
+
+def test_a_tombstone_that_is_seen_while_a_row_is_shared_counts(catalog, monkeypatch):
+    """A pinned name's row is kept under the whole digest, too, but as no newer than it was read."""
+    router = Router(catalog, "tiny", "base")
+    read = router.rows.read
+
+    def slow(whose, key, call):
+        found = read(whose, key, call)
+        if key == ("revision", "sums", CHAMPION[:12]):
+            monkeypatch.undo()
+            catalog.tombstones.add("sums", CHAMPION, "It was bad.", "controller")
+            router.take_changed()
+        return found
+
+    set_route(catalog, champion=CHAMPION)
+    monkeypatch.setattr(router.rows, "read", slow)
+    assert router.resolve(f"sums@{CHAMPION[:12]}", "ann").digest == CHAMPION
+    assert router.resolve("sums", "ann").arm == "base"
+
+
+def test_a_row_that_could_not_be_read_again_is_not_shared(catalog, monkeypatch):
+    clock = Clock()
+    set_route(catalog, champion=CANARY, canary=CHAMPION, weight=0.999)
+    router, pinned = Router(catalog, "tiny", "base", clock), f"sums@{CHAMPION[:12]}"
+    assert router.resolve(pinned, "ann").digest == router.resolve("sums", "ann").digest == CHAMPION
+    catalog.tombstones.add("sums", CHAMPION, "It was bad.", "controller")
+    breaks(catalog.revisions, monkeypatch, "standing")
+    assert router.resolve("sums", "ann").digest == CHAMPION
+    assert router.resolve(pinned, "ann").digest == CHAMPION
+    clock.now = STALE_S * 1.01
+    assert router.resolve("sums", "ann").digest == CANARY
 
 
 def test_what_is_under_release_is_named_and_nothing_else(catalog):
@@ -441,7 +473,8 @@ def test_a_changed_row_that_cannot_be_read_drops_the_canary(catalog, monkeypatch
         catalog.tombstones.add("sums", CANARY, "Reward fell.", "controller")
     else:
         set_route(catalog, canary=None)
-    breaks(getattr(catalog, part), monkeypatch, "get" if part == "routes" else "find")
+    broken = (catalog.routes, "get") if part == "routes" else (catalog.revisions, "standing")
+    breaks(broken[0], monkeypatch, broken[1])
     assert router.resolve("sums", "ann").arm == "canary"
     clock.now = STALE_S * 1.01
     assert router.resolve("sums", "ann").arm == "champion"
@@ -459,7 +492,7 @@ def test_a_pinned_revision_whose_stone_cannot_be_read_is_refused(catalog, monkey
     router, pinned = Router(catalog, "tiny", "base", clock), f"sums@{CANARY[:12]}"
     assert router.resolve(pinned, "ann").digest == CANARY
     catalog.tombstones.add("sums", CANARY, "Reward fell.", "controller")
-    breaks(catalog.tombstones, monkeypatch, "find")
+    breaks(catalog.revisions, monkeypatch, "standing")
     assert router.resolve(pinned, "ann").digest == CANARY
     clock.now = STALE_S * 1.01
     with pytest.raises(ServiceError, match="rolled back"):

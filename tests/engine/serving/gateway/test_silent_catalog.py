@@ -243,14 +243,14 @@ async def test_a_row_that_changes_while_it_is_read_is_read_again(world: World) -
 
 async def test_a_canary_that_is_rolled_back_while_its_row_is_read_answers_nobody(world: World) -> None:
     catalog, router = world.catalog, world.state.router
-    match, told = catalog.revisions.match, []
+    standing, told = catalog.revisions.standing, []
 
     def change(**changes: Any) -> None:
         route = catalog.routes.get("acme-sums")
         catalog.routes.update(replace(route, **changes), route.version)
 
     def slow(policy: str, digest: str) -> Any:
-        found = match(policy, digest)
+        found = standing(policy, digest)
         if digest == OTHER and not told:
             told.append(digest)
             catalog.tombstones.add("acme-sums", OTHER, "It was bad.", "controller")
@@ -272,6 +272,6 @@ async def test_a_canary_that_is_rolled_back_while_its_row_is_read_answers_nobody
         # Its rows are read again.
         change(weight=0.99)
         await asyncio.sleep(2 * catalog_rows.POLL_S)
-        catalog.revisions.match = slow  # type: ignore[method-assign]
+        catalog.revisions.standing = slow  # type: ignore[method-assign]
         assert await revision() == f"acme-sums@{CHAMPION[:12]}"
     assert told == [OTHER]
