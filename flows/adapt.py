@@ -5,8 +5,8 @@ from typing import Any
 
 from prefect import flow
 
+from engine.catalog.records import served_name
 from engine.settings.forms import AdaptForm
-from engine.settings.params import served_name
 from flows.display import training_bar
 from flows.entry import flow_settings
 from tasks import steps

@@ -11,13 +11,14 @@ import typer
 from pydantic import ValidationError
 
 from engine.base.recipes import RECIPES, TRAINABLE
+from engine.catalog.records import split_served_name
 from engine.errors import ConfigError
 from engine.security.credentials import LOGIN_VARIABLES, create_credentials
 from engine.services import lifecycle as services
 from engine.services.lifecycle import PARAMS_VARIABLE, environment
 from engine.settings.forms import Form
 from engine.settings.model import Settings, explain
-from engine.settings.params import Params, known_policies, load_params, split_served_name
+from engine.settings.params import Params, known_policies, load_params
 from engine.settings.reproducible import VALUE, VARIABLE
 
 PARAMS = Path("params.yaml")

@@ -4,8 +4,8 @@ from typing import Any
 
 from prefect import flow
 
+from engine.catalog.records import served_name
 from engine.settings.forms import RELEASE_TAG, ReleaseForm
-from engine.settings.params import served_name
 from flows.entry import flow_settings
 from tasks import steps
 from tasks.approval import ask_for_approval

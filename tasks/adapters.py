@@ -14,9 +14,10 @@ from typing import Any
 
 from engine.adapters.manifests import stored_manifest, stored_probe
 from engine.catalog.catalog import Catalog, Revision
+from engine.catalog.records import served_name, split_served_name
 from engine.errors import AdapterError, ConfigError, Conflict, NotFound, ServiceError
 from engine.files import sync
-from engine.settings.params import POLICY_NAME, Params, served_name, split_served_name
+from engine.settings.params import POLICY_NAME, Params
 from engine.store.open import open_store
 
 PAGE = 500

@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.catalog.records import split_served_name
 from engine.clients.engine import EngineClient
-from engine.settings.params import Params, known_policies, split_served_name
+from engine.settings.params import Params, known_policies
 
 
 def opening_turns(params: Params, model: str) -> list[dict[str, str]]:

@@ -12,10 +12,11 @@ from statistics import fmean
 
 from engine.base.prompts import tokenizer_of
 from engine.base.resident import ensure_base
+from engine.catalog.records import served_name
 from engine.clients.engine import EngineClient
 from engine.problems.general_text import GENERAL, general_text, text_digest, windows_of
 from engine.quality.estimate import perplexity
-from engine.settings.params import DIGEST12, Params, served_name
+from engine.settings.params import DIGEST12, Params
 from tasks.score import ItemScore, emit_scores, on_base, recorded
 from tasks.suites import Item, Suite
 

@@ -12,6 +12,7 @@ import httpx
 
 from engine.catalog.catalog import Replica
 from engine.catalog.opening import open_catalog
+from engine.catalog.records import served_name
 from engine.clients.controller import ControllerClient
 from engine.controller.route_changes import controller_serves
 from engine.errors import ServiceError
@@ -21,7 +22,7 @@ from engine.report.data import PolicyRow, RevisionRow, SuiteScore
 from engine.report.overview import overview
 from engine.report.why import Chain, Link, moment, why
 from engine.security.credentials import known_credential
-from engine.settings.params import DIGEST12, Params, served_name
+from engine.settings.params import DIGEST12, Params
 from tasks.outcome import age
 from tasks.stuck_runs import KeptOutRuns, kept_out_runs, open_prefect
 

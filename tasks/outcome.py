@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.catalog.records import VERDICTS
+from engine.catalog.records import VERDICTS, served_name
 from engine.errors import ServiceError
 from engine.files import write_whole
-from engine.settings.params import Params, served_name
+from engine.settings.params import Params
 
 if TYPE_CHECKING:
     from engine.quality.estimate import Difference

@@ -10,8 +10,9 @@ from typing import Any
 
 import httpx
 
+from engine.catalog.records import served_name
 from engine.files import write_whole
-from engine.settings.params import DIGEST12, Params, Resolved, served_name
+from engine.settings.params import DIGEST12, Params, Resolved
 
 OnStep = Callable[[Mapping[str, Any]], None]
 PATIENCE_S = 60.0

@@ -13,10 +13,11 @@ from filelock import FileLock
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from engine.adapters.revision import Manifest, read_revision
+from engine.catalog.records import served_name
 from engine.clients.http import ServiceClient
 from engine.errors import ConfigError, ServiceError
 from engine.services.lifecycle import mkl_cbwr
-from engine.settings.params import Params, served_name
+from engine.settings.params import Params
 from tasks import flavor
 
 if TYPE_CHECKING:

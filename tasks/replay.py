@@ -6,12 +6,12 @@ from typing import Any
 
 from engine.catalog.catalog import Catalog, Release
 from engine.catalog.opening import open_catalog
-from engine.catalog.records import VERDICTS, Route
+from engine.catalog.records import VERDICTS, Route, served_name, split_served_name
 from engine.controller.advance import Evidence, advance
 from engine.errors import NotFound
 from engine.ledger.canaries import CanaryReader
 from engine.ledger.ledger import open_snapshot
-from engine.settings.params import Params, served_name, split_served_name
+from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
 
 

@@ -8,11 +8,12 @@ from contextlib import closing, suppress
 from typing import Any
 
 from engine.catalog.opening import open_catalog
+from engine.catalog.records import served_name
 from engine.clients.engine import EngineClient
 from engine.errors import NotRunning
 from engine.ledger.ledger import open_ledger
 from engine.ledger.queries import named_rows
-from engine.settings.params import Params, served_name
+from engine.settings.params import Params
 from engine.store.open import open_store
 
 TIMEOUT_S = 10.0

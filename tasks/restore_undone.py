@@ -12,8 +12,8 @@ from pathlib import Path
 
 from engine.catalog.audit import Audit
 from engine.catalog.catalog import Catalog
+from engine.catalog.records import served_name
 from engine.errors import ConfigError, NotFound
-from engine.settings.params import served_name
 from tasks.erase import owned_policies
 from tasks.outcome import age
 

@@ -15,13 +15,14 @@ from statistics import fmean
 from typing import Any
 
 from engine.catalog.catalog import text_digests
+from engine.catalog.records import served_name
 from engine.clients.engine import EngineClient
 from engine.errors import ServiceError
 from engine.ledger.ledger import open_snapshot
 from engine.ledger.sender import open_spool
 from engine.quality.estimate import interval
 from engine.settings.own_functions import refuse_unlisted
-from engine.settings.params import Params, content_hash, served_name
+from engine.settings.params import Params, content_hash
 from engine.version import code_version
 from tasks.suites import Suite, faults, load_suite
 

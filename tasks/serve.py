@@ -10,9 +10,10 @@ from pathlib import Path
 from engine.adapters.manifests import MANIFEST
 from engine.adapters.revision import Manifest, read_manifest
 from engine.catalog.opening import open_catalog
+from engine.catalog.records import served_name, split_served_name
 from engine.errors import AdapterError, Conflict, EffectError, NotFound
 from engine.publishing.importing import import_revision
-from engine.settings.params import Params, served_name, split_served_name
+from engine.settings.params import Params
 from tasks import flavor
 from tasks.register import ensure_up
 from tasks.verify import verify

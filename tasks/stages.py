@@ -18,11 +18,12 @@ from engine.base.fitting import fitted_policy
 from engine.base.progress import Progress
 from engine.base.prompts import prompt_text, tokenizer_of
 from engine.base.resident import ensure_base, made_path
+from engine.catalog.records import served_name
 from engine.errors import ConfigError, NotFound, ServiceError
 from engine.problems.procedural import TASKS, check_task
 from engine.services.lifecycle import mkl_cbwr
 from engine.serving.vllm_plugin.plugin import vllm_version
-from engine.settings.params import DIGEST12, Params, content_hash, served_name
+from engine.settings.params import DIGEST12, Params, content_hash
 from engine.settings.policies import PolicyConfig
 from engine.settings.reproducible import VARIABLE
 from engine.settings.services import Listener

@@ -14,9 +14,10 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.context import TaskRunContext
 
+from engine.catalog.records import served_name
 from engine.errors import ServiceError
 from engine.settings.forms import CreatePolicyForm, DecideForm, HoldForm, ReleaseForm, RestoreForm
-from engine.settings.params import Params, served_name
+from engine.settings.params import Params
 from engine.settings.policies import PolicyConfig
 from tasks import nightly, publish
 from tasks import verify as verification

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.base.families import BaseShapes
+from engine.catalog.records import served_name
 from engine.errors import AdapterError, GraftworkError
-from engine.settings.params import Params, served_name
+from engine.settings.params import Params
 
 if TYPE_CHECKING:
     from engine.catalog.catalog import Catalog, Revision

@@ -9,11 +9,12 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from engine.catalog.records import served_name
 from engine.errors import ServiceError
 from engine.report.data import Curve
 from engine.report.revision_page import VersionFacts, gather
 from engine.report.training import spoken
-from engine.settings.params import Params, served_name
+from engine.settings.params import Params
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

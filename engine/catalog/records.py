@@ -6,10 +6,12 @@ itself.
 
 import hashlib
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from engine.base.text_files import text_digest
 from engine.errors import Forbidden
+from engine.settings.params import DIGEST12
 
 # The newest file of engine/catalog/migrations/versions.
 SCHEMA_VERSION = "0014"
@@ -20,6 +22,8 @@ ENDS = {"promote": "promoted", "rollback": "rolled_back", "hold": "held"}
 VERDICTS = {state: verdict for verdict, state in ENDS.items()}
 # Tinker's SDK accepts only keys that begin like this; any key may be written so.
 OURS, TINKERS = "gw-", "tml-"
+# Names that are put together or taken apart at each request.
+NAMES = 8192
 
 
 @dataclass(frozen=True)
@@ -273,6 +277,19 @@ class Tenant:
         """Raise `Forbidden` where the tenant is suspended."""
         if self.suspended_at is not None:
             raise Forbidden(f"Your access is suspended: {self.suspended_for} Ask whoever runs this service.")
+
+
+@lru_cache(NAMES)
+def served_name(policy: str, digest: str) -> str:
+    """Return `policy@digest12`, the name by which vLLM serves the adapter."""
+    return f"{policy}@{digest[:DIGEST12]}"
+
+
+@lru_cache(NAMES)
+def split_served_name(name: str) -> tuple[str, str | None]:
+    """Split `policy@digest` into policy and digest prefix; the prefix is None for a bare policy."""
+    policy, at, digest = name.partition("@")
+    return policy, digest if at else None
 
 
 def hash_key(plaintext: str) -> str:

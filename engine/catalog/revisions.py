@@ -14,7 +14,7 @@ from engine.catalog import tables
 from engine.catalog.access import Access
 from engine.catalog.layouts import Layout
 from engine.catalog.purges import refuse_purged
-from engine.catalog.records import Revision
+from engine.catalog.records import Revision, served_name
 from engine.catalog.revision_rows import (
     CANDIDATES,
     COLUMNS,
@@ -32,7 +32,6 @@ from engine.catalog.revision_rows import (
 from engine.catalog.unknown_names import UnknownNames
 from engine.catalog.withheld import lift_quarantine
 from engine.errors import Moved
-from engine.settings.params import served_name
 
 LAST_ID = (1 << 31) - 1
 

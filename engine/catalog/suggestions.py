@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from sqlalchemy import or_, select, true
 
 from engine.catalog import tables
+from engine.catalog.records import served_name
 from engine.catalog.revision_rows import HEX, prefix_range
 from engine.catalog.routes import covered
 from engine.catalog.unknown_names import UnknownNames
 from engine.errors import NotFound
-from engine.settings.params import served_name
 
 NEAREST = 5
 # Digits that a similar digest shares, letters of a name to start with, rows read at most.

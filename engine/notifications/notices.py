@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from engine.catalog.catalog import Catalog, Notice, Release
-from engine.settings.params import served_name
+from engine.catalog.records import served_name
 from engine.threads import PeriodicThread
 
 NAMES = uuid.UUID("0b4b4c39-5c1e-5b6f-8f55-5ab1f5a1c6d4")

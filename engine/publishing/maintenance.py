@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 from engine.adapters import packed
 from engine.adapters.packed_check import check_layout
 from engine.catalog.leases import BACKUP
-from engine.catalog.records import Revision
+from engine.catalog.records import Revision, served_name
 from engine.catalog.revision_rows import location
 from engine.errors import AdapterError, DamagedBytes, GraftworkError, MissingBytes, NotFound
 from engine.publishing.ownership import require
-from engine.settings.params import served_name
 from engine.store.segments import Location
 
 if TYPE_CHECKING:

@@ -9,11 +9,10 @@ import torch
 
 from engine.adapters import packed
 from engine.catalog.layouts import Layout
-from engine.catalog.records import Revision
+from engine.catalog.records import Revision, served_name
 from engine.catalog.revision_rows import location
 from engine.errors import AdapterError, Conflict, DamagedBytes, MissingBytes, Moved, NotFound
 from engine.publishing.ownership import claim
-from engine.settings.params import served_name
 from engine.store.checksums import is_whole
 from engine.store.segments import Location
 

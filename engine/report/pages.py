@@ -14,14 +14,14 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
-from engine.catalog.records import ENDS
+from engine.catalog.records import ENDS, served_name
 from engine.files import write_whole
 from engine.quality.guards import GuardResult
 from engine.report import charts, training
 from engine.report.collect import MAX_POLICIES, collect
 from engine.report.data import Curve, PolicyRow, ReleaseResult, ReportData, RevisionRow, SuiteScore
 from engine.report.lineage import lineage, spoken
-from engine.settings.params import DIGEST12, served_name
+from engine.settings.params import DIGEST12
 
 __all__ = ["MAX_POLICIES", "ReportData", "collect", "render", "write_report"]
 

@@ -14,6 +14,7 @@ import duckdb
 from engine.adapters.manifests import stored_manifest
 from engine.catalog.catalog import Catalog, Revision
 from engine.catalog.opening import open_catalog
+from engine.catalog.records import served_name, split_served_name
 from engine.errors import Conflict, NotFound
 from engine.ledger.ledger import open_ledger
 from engine.ledger.queries import named_rows
@@ -21,7 +22,7 @@ from engine.report import revision_page as page_data
 from engine.report.data import Curve
 from engine.report.overview import contract_of, role_of, suite_score, task_of
 from engine.report.training import spoken
-from engine.settings.params import DIGEST12, Params, served_name, split_served_name
+from engine.settings.params import DIGEST12, Params
 
 ANSWER = """
     SELECT id, "at", policy, digest, arm, unit, purpose, status, latency_s, prompt_tokens, completion_tokens,

@@ -10,7 +10,6 @@ import re
 import zoneinfo
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -37,8 +36,6 @@ from engine.settings.services import (
 
 POLICY_NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
 DIGEST12 = 12
-# Names that are put together or taken apart at each request.
-NAMES = 8192
 # The rank that recipes of the Tinker API ask for.
 RECIPES_RANK = 32
 PolicyName = Annotated[str, Field(pattern=rf"^{POLICY_NAME.pattern}$")]
@@ -378,16 +375,3 @@ def content_hash(value: Any) -> str:
         value = value.model_dump(mode="json")
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-@lru_cache(NAMES)
-def served_name(policy: str, digest: str) -> str:
-    """Return `policy@digest12`, the name by which vLLM serves the adapter."""
-    return f"{policy}@{digest[:DIGEST12]}"
-
-
-@lru_cache(NAMES)
-def split_served_name(name: str) -> tuple[str, str | None]:
-    """Split `policy@digest` into policy and digest prefix; the prefix is None for a bare policy."""
-    policy, at, digest = name.partition("@")
-    return policy, digest if at else None

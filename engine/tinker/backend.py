@@ -16,10 +16,11 @@ import numpy as np
 from engine.base.families import PROJECTIONS, BaseShapes
 from engine.base.resident import base_config
 from engine.catalog.catalog import Catalog
+from engine.catalog.records import served_name
 from engine.catalog.tinker import TinkerCheckpoint, TinkerModel
 from engine.clients.engine import EngineClient
 from engine.errors import ConfigError, Conflict, NotFound
-from engine.settings.params import Params, served_name
+from engine.settings.params import Params
 from engine.tinker import bodies
 from engine.tinker.codec import Array, Sampled, WireBatch, write_samples
 from engine.training.service import protocol

@@ -17,10 +17,11 @@ from time import monotonic
 from typing import Any
 
 from engine.base.prompts import prompt_ids
+from engine.catalog.records import served_name
 from engine.problems.procedural import Problem, stream
 from engine.problems.rows import Asked
 from engine.problems.verifiers import Verifier, has_spread
-from engine.settings.params import content_hash, served_name
+from engine.settings.params import content_hash
 from engine.settings.policies import PolicyConfig
 from engine.threads import background
 from engine.training.lineage import Line

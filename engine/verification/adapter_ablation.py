@@ -20,10 +20,10 @@ from engine.adapters.revision import (
 )
 from engine.base.families import BaseShapes
 from engine.catalog.catalog import Catalog, Revision
+from engine.catalog.records import served_name
 from engine.clients.engine import EngineClient
 from engine.publishing.publish import publish, put
 from engine.quality.probe import MEASURES, Probe, gaps
-from engine.settings.params import served_name
 from engine.store.segments import Store
 from engine.training.service.client import TrainerClient
 

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
+from engine.catalog.records import served_name
 from engine.errors import ConfigError
 from engine.services import lifecycle as services
-from engine.settings.params import served_name
 from flows.entry import PARAMS, By, Json, ParamsFile, Reason, ReuseName, enter
 from tasks.outcome import Stages, local_key
 from tasks.purged_names import reuse_purged_name

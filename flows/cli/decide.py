@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.catalog.records import served_name, split_served_name
 from engine.errors import ConfigError
 from engine.settings.forms import ApprovalForm, IfRunning, ReleaseForm
-from engine.settings.params import served_name, split_served_name
 from flows.cli.backup import restore_from
 from flows.entry import (
     PARAMS,

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 import typer
 
 from engine.base.progress import progress_bar
+from engine.catalog.records import served_name, split_served_name
 from engine.errors import ConfigError
 from engine.process_reaper import die_with_parent
-from engine.settings.params import served_name, split_served_name
 from flows.entry import PARAMS, ParamsFile, catalog, check, enter, require_services
 from tasks.outcome import local_key, perplexity_row, score_row
 

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from engine.catalog.records import served_name
 from engine.errors import ConfigError
 from engine.services import lifecycle as services
-from engine.settings.params import served_name
 from flows.entry import PARAMS, ParamsFile, enter
 from tasks.outcome import Stages
 

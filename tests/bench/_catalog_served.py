@@ -17,7 +17,7 @@ import torch
 from _catalog_adapters import Maker
 
 from engine.adapters.revision import make_manifest, write_revision
-from engine.settings.params import served_name
+from engine.catalog.records import served_name
 from tests.helpers.live import RunningEngine
 from tests.helpers.parity import ask, prompts
 

@@ -15,8 +15,8 @@ from _catalog_adapters import KINDS, adapter_bytes
 
 from engine.base.families import BaseShapes
 from engine.base.resident import BaseInfo
+from engine.catalog.records import served_name
 from engine.publishing import bulk
-from engine.settings.params import served_name
 
 PARTS = Path(__file__).with_name("_catalog_parts.py")
 DTYPE = "bfloat16"

@@ -22,7 +22,8 @@ from engine.base.families import BaseShapes
 from engine.base.resident import BaseInfo, base_config
 from engine.catalog.catalog import Policy, Revision
 from engine.catalog.opening import whole_catalog
-from engine.settings.params import Params, served_name
+from engine.catalog.records import served_name
+from engine.settings.params import Params
 from engine.store.open import open_store
 from engine.store.segments import Location
 from tests.helpers.layout_writer import from_canonical

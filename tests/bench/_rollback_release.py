@@ -13,10 +13,10 @@ from _rollback_users import LONG, Asked, Users, request
 from _traffic import Server
 
 from engine.catalog.catalog import Catalog
+from engine.catalog.records import split_served_name
 from engine.clients.controller import ControllerClient
 from engine.ledger.ledger import open_snapshot
 from engine.serving.gateway.routing import in_canary
-from engine.settings.params import split_served_name
 
 WEIGHT = 0.5
 SETTINGS = {"weight": WEIGHT, "min_units": 10}

@@ -41,7 +41,8 @@ from _run import Run, options, start
 
 from engine.base.families import BaseShapes
 from engine.base.resident import BaseInfo, ensure_base
-from engine.settings.params import BaseConfig, load_params, served_name
+from engine.catalog.records import served_name
+from engine.settings.params import BaseConfig, load_params
 from tests.helpers.live import free_port, start_engine, stop_engine
 
 TARGETS = {

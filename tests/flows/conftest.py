@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.settings.params import served_name
+from engine.catalog.records import served_name
 from tests.helpers.live import eventually, left_behind
 from tests.helpers.main_job import run_job, short_policies
 from tests.helpers.operated import POLICY, QUICKSTART, Operated, graftwork, write_settings

@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from engine.adapters import packed, revision
 from engine.catalog.catalog import Catalog, Release
+from engine.catalog.records import served_name
 from engine.errors import AdapterError, ConfigError, Conflict, NotFound, ServiceError
 from engine.publishing import maintenance
-from engine.settings.params import Params, load_params, served_name
+from engine.settings.params import Params, load_params
 from engine.store.open import open_store
 from flows.cli import app
 from tasks import adapters

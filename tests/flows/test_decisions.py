@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.settings.params import served_name
+from engine.catalog.records import served_name
 from tests.flows.conftest import Second
 from tests.helpers.operated import POLICY, Operated
 

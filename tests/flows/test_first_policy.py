@@ -13,7 +13,8 @@ import pytest
 from engine.adapters.revision import read_manifest
 from engine.base.resident import ensure_base
 from engine.catalog.opening import whole_catalog
-from engine.settings.params import load_params, served_name
+from engine.catalog.records import served_name
+from engine.settings.params import load_params
 from tests.flows.conftest import Second
 from tests.helpers import command_line
 from tests.helpers.live import eventually, left_behind

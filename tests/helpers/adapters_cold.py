@@ -7,10 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from engine.catalog.catalog import Revision
+from engine.catalog.records import served_name
 from engine.catalog.revision_rows import Standing
 from engine.errors import AdapterError
 from engine.serving.residency.residency import Residency
-from engine.settings.params import served_name
 from engine.settings.services import EngineConfig
 
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from engine.adapters import packed
-from engine.catalog.records import Revision
+from engine.catalog.records import Revision, served_name
 from engine.catalog.revision_rows import location
 from engine.errors import AdapterError, DamagedBytes, MissingBytes, NotFound
 from engine.serving.gateway.routing import Router
 from engine.serving.residency.loads import AdapterFetch
 from engine.serving.worker.host_tier_bytes import READY, REFUSED, HostTierBytes
 from engine.serving.worker.loader import SlotManager
-from engine.settings.params import Params, served_name
+from engine.settings.params import Params
 from engine.threads import background
 from tests.helpers import vllm_layers as made
 from tests.helpers.base_layers import layers_of, slot_values

@@ -126,7 +126,7 @@ class RunningEngine:
         from engine.adapters import packed, revision
         from engine.base.families import BaseShapes
         from engine.catalog.catalog import Policy, Revision
-        from engine.settings.params import served_name
+        from engine.catalog.records import served_name
 
         targets = tuple(sorted({key.rpartition(".lora_")[0].rpartition(".")[2] for key in tensors}))
         digest = revision.digest(tensors, rank, targets, self.base_digest)

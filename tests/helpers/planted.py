@@ -19,7 +19,7 @@ import torch
 from engine.adapters import packed
 from engine.base.families import BaseShapes
 from engine.catalog.catalog import Policy, Revision
-from engine.settings.params import served_name
+from engine.catalog.records import served_name
 from tests.helpers.live import RunningEngine
 
 MODULE, SIDE, FIRST, WIDTHS, SHAPE, OFFSET = range(6)

@@ -11,12 +11,12 @@ from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
+from engine.catalog.records import served_name
 from engine.errors import GraftworkError
 from engine.serving.gateway.asgi import CLIENT_LEFT, Message, Receive, Refused
 from engine.serving.gateway.call import Call, GatewayState
 from engine.serving.gateway.routing import STALE_S, Router, Target
 from engine.serving.residency.loads import BACKGROUND, INTERACTIVE
-from engine.settings.params import served_name
 
 # So young is a look that need not be repeated.
 LOOKED_S = 0.001

@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine.catalog.records import served_name
 from engine.catalog.replicas import Loads
 from engine.errors import Busy, GraftworkError, NotFound
 from engine.files import write_whole
 from engine.serving.gateway.routing import Router
 from engine.serving.residency.residency import Residency
-from engine.settings.params import served_name
 
 LOOK_S = 0.25
 NOTE_S = 15.0

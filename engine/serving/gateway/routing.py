@@ -15,11 +15,11 @@ from functools import lru_cache
 from typing import Any
 
 from engine.catalog.catalog import Catalog, Key, Revision, Route, Tenant
-from engine.catalog.records import hash_key
+from engine.catalog.records import hash_key, served_name, split_served_name
 from engine.catalog.revision_rows import Standing
 from engine.errors import AdapterError, Forbidden, Gone, GraftworkError, NotFound, ServiceError
 from engine.serving.gateway.catalog_rows import LEAST_ROWS, CatalogRows
-from engine.settings.params import DIGEST12, POLICY_NAME, served_name, split_served_name
+from engine.settings.params import DIGEST12, POLICY_NAME
 
 # A gateway that could not read the catalog for this long drops every canary.
 STALE_S = 0.8

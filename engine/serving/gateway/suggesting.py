@@ -7,12 +7,12 @@ get the same error until something changes.
 from collections.abc import Awaitable, Callable
 
 from engine.catalog.catalog import Catalog
-from engine.catalog.records import covers
+from engine.catalog.records import covers, split_served_name
 from engine.catalog.suggestions import Suggestions
 from engine.errors import NotFound
 from engine.serving.gateway.catalog_rows import RowCache
 from engine.serving.gateway.routing import SHOWN
-from engine.settings.params import POLICY_NAME, split_served_name
+from engine.settings.params import POLICY_NAME
 
 # Unknown names whose errors are kept.
 KEPT = 1024

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from engine.catalog.catalog import Revision
+from engine.catalog.records import served_name
 from engine.errors import Conflict, ServiceError
-from engine.settings.params import served_name
 
 # The window's share of the tier.
 WINDOW = 0.1

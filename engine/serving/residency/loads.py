@@ -18,10 +18,10 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from engine.catalog.catalog import Catalog, Revision
+from engine.catalog.records import served_name
 from engine.catalog.revision_rows import location
 from engine.catalog.waits import ANSWER_S, limit_waits
 from engine.errors import AdapterError, Busy, DamagedBytes, MissingBytes
-from engine.settings.params import served_name
 from engine.store.segments import PAGE_ALIGNED_FROM, Store
 
 INTERACTIVE, BACKGROUND = "interactive", "background"

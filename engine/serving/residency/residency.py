@@ -16,6 +16,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from engine.catalog.catalog import Catalog, Revision
+from engine.catalog.records import served_name
 from engine.errors import Busy, GraftworkError, ServiceError
 from engine.planning.tiers import host_tier_bytes
 from engine.serving.residency.host_tier_index import (
@@ -38,7 +39,6 @@ from engine.serving.residency.loads import (
     next_place,
 )
 from engine.serving.worker.load_channel import SlotReport
-from engine.settings.params import served_name
 from engine.settings.services import EngineConfig
 from engine.store.segments import Store
 

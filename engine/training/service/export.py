@@ -14,10 +14,11 @@ from torch import Tensor
 
 from engine.adapters.revision import Manifest, make_manifest, read_revision, validate, write_revision
 from engine.catalog.catalog import Catalog
+from engine.catalog.records import served_name
 from engine.errors import AdapterError, ConfigError
 from engine.publishing.publish import publish, put, stored_tensors
 from engine.quality.probe import Probe, ProbeRow
-from engine.settings.params import Params, served_name
+from engine.settings.params import Params
 from engine.store.open import open_store
 from engine.training.model.adapter import Adapter
 from engine.training.model.lora import ResidentBase

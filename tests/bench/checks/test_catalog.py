@@ -16,8 +16,8 @@ from engine.base.families import BaseShapes
 from engine.base.recipes import RECIPES
 from engine.catalog.catalog import migrate
 from engine.catalog.opening import whole_catalog
+from engine.catalog.records import served_name
 from engine.publishing.publish import stored_tensors
-from engine.settings.params import served_name
 from engine.store.segments import Store
 from tests.helpers import made_adapters
 from tests.helpers.bench_files import BENCH, load

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from engine.base.families import BaseShapes
+from engine.catalog.records import split_served_name
 from engine.clients.controller import ControllerClient
 from engine.ledger.ledger import open_snapshot
-from engine.settings.params import Paths, split_served_name
+from engine.settings.params import Paths
 from tests.helpers.bench_files import load
 from tests.helpers.live import RunningEngine, free_port, start_engine, start_reaped, stop_engine, stop_reaped
 

@@ -17,11 +17,12 @@ from engine.adapters import packed
 from engine.adapters.revision import make_manifest, write_revision
 from engine.base.families import BaseShapes
 from engine.catalog.catalog import Base, Policy, Revision
+from engine.catalog.records import served_name
 from engine.controller.route_changes import GATE
 from engine.ledger.ledger import Ledger
 from engine.quality.probe import TOLERANCE, Probe
 from engine.report.why import why
-from engine.settings.params import Params, load_params, served_name
+from engine.settings.params import Params, load_params
 from tasks.verify import verify
 from tests.helpers.live import RunningEngine, free_port
 from tests.helpers.parity import RANK, ask, prompts, random_adapter
