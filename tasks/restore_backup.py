@@ -36,9 +36,8 @@ from engine.catalog.records import SCHEMA_VERSION
 from engine.errors import ConfigError, Conflict, GraftworkError, MissingBytes, ServiceError
 from engine.files import replacing, sync, write_whole
 from engine.settings.params import Params
-from engine.store.checksums import checksum_of
 from engine.store.open import open_store
-from engine.store.segments import CATALOG_ID, Store
+from engine.store.segments import CATALOG_ID, Store, checksum_of
 from tasks.backup import ledger_schema
 from tasks.restore_undone import Undone, address_of, find_undone, meaning
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from engine.backup.place import MANIFESTS, BackupPlace
 from engine.errors import ConfigError, Conflict, DamagedBytes, NotFound
-from engine.store.checksums import checksum_of
+from engine.store.segments import checksum_of
 
 FORMAT = 1
 # Bytes of a part; the last one of a file may be shorter.

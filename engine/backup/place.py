@@ -1,7 +1,7 @@
 """A place for the backups of one installation: a directory, or a URL of fsspec (S3, GCS).
 
     catalog.id          the catalog whose backups lie here
-    objects/AB/ABCD...  a part of a file, named by its checksum (`engine/store/checksums.py`)
+    objects/AB/ABCD...  a part of a file, named by its checksum (`engine/store/segments.py`)
     backups/NAME.json   a manifest: once it is there, its backup is finished
 
 Each file is there whole or not at all.
@@ -13,8 +13,8 @@ from typing import Any
 
 from engine.errors import DamagedBytes, MissingBytes
 from engine.files import write_whole
-from engine.store.checksums import checksum_of
 from engine.store.remote import client_faults, client_of
+from engine.store.segments import checksum_of
 
 OBJECTS, MANIFESTS, OWNER = "objects", "backups", "catalog.id"
 DIGITS = 64

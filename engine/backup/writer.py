@@ -7,8 +7,7 @@ from typing import BinaryIO
 from engine.backup.manifest import PART, StoredFile
 from engine.backup.place import BackupPlace
 from engine.errors import MissingBytes
-from engine.store.checksums import checksum_of
-from engine.store.segments import Location, Store
+from engine.store.segments import Location, Store, checksum_of
 
 OnFile = Callable[["BackupWriter"], object]
 

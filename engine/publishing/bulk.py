@@ -24,7 +24,7 @@ from engine.publishing.adapter_batches import BatchForm, flatten, form_of
 from engine.publishing.ownership import claim
 from engine.publishing.publish import ATTEMPTS
 from engine.settings.params import POLICY_NAME
-from engine.store.checksums import checksum_of
+from engine.store.segments import checksum_of
 
 if TYPE_CHECKING:
     from engine.adapters.revision import Tensors

@@ -13,8 +13,7 @@ from engine.catalog.records import Revision, served_name
 from engine.catalog.revision_rows import location
 from engine.errors import AdapterError, Conflict, DamagedBytes, MissingBytes, Moved, NotFound
 from engine.publishing.ownership import claim
-from engine.store.checksums import is_whole
-from engine.store.segments import Location
+from engine.store.segments import Location, is_whole
 
 if TYPE_CHECKING:
     from engine.adapters.revision import Manifest, Tensors

@@ -21,7 +21,7 @@ from engine.errors import AdapterError, BaseModelError, GraftworkError, MissingB
 from engine.publishing.maintenance import BATCH_BYTES, OnPage, Report, pages, quarantine, silent
 from engine.publishing.ownership import require
 from engine.publishing.publish import stored_tensors
-from engine.store.checksums import checksum_of
+from engine.store.segments import checksum_of
 
 if TYPE_CHECKING:
     from engine.catalog.catalog import Catalog

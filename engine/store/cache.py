@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from engine.errors import ServiceError
-from engine.store.checksums import Checked
-from engine.store.segments import Location, damaged, lock
+from engine.store.segments import Checked, Location, damaged, lock
 
 DRAFT = ".draft-"
 INDEX = "index.db"

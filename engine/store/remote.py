@@ -18,7 +18,6 @@ from typing import Any
 from engine.errors import ConfigError, DamagedBytes, GraftworkError, MissingBytes, ServiceError
 from engine.files import write_once
 from engine.store.cache import Cache
-from engine.store.checksums import checksum_of, is_whole
 from engine.store.segments import (
     CATALOG_ID,
     CHUNK,
@@ -28,7 +27,9 @@ from engine.store.segments import (
     Payload,
     Store,
     checked,
+    checksum_of,
     damaged,
+    is_whole,
     lay_out,
     lock,
 )

@@ -33,8 +33,7 @@ from engine.adapters import packed
 from engine.base.families import BaseShapes
 from engine.serving.worker.host_tier_bytes import HostTierBytes
 from engine.serving.worker.loader import RegisteredAdapter, SlotManager
-from engine.store.checksums import checksum_of
-from engine.store.segments import Store
+from engine.store.segments import Store, checksum_of
 from tests.helpers import vllm_layers as made
 
 WIDTH = {

@@ -30,8 +30,7 @@ from engine.errors import AdapterError, DamagedBytes, GraftworkError, MissingByt
 from engine.files import ALIGNMENT
 from engine.serving.worker.load_channel import Tell
 from engine.serving.worker.slot_copy import Module, SlotCopyPlan
-from engine.store.checksums import is_whole
-from engine.store.segments import PAGE_ALIGNED_FROM
+from engine.store.segments import PAGE_ALIGNED_FROM, is_whole
 
 PREPARE_THREADS = 2
 # Kimi-K2 with a rank of its own for every expert takes about 10 MB.

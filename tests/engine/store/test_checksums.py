@@ -7,8 +7,7 @@ import pytest
 from blake3 import blake3
 
 from engine.errors import DamagedBytes
-from engine.store.checksums import BLAKE3_FROM, Checked, checksum_of, is_whole
-from engine.store.segments import Location, Store
+from engine.store.segments import BLAKE3_FROM, Checked, Location, Store, checksum_of, is_whole
 
 
 def blob(length: int) -> bytes:
