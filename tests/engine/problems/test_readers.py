@@ -3,7 +3,6 @@
 import csv
 import gzip
 import json
-import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,8 @@ from engine.errors import ConfigError
 from engine.problems.jsonl import import_file, read_rows
 from engine.problems.readers import CHUNK, read_file
 from engine.problems.rows import JsonlRow, row_of, unused_columns
+from tests.helpers.measured_work import peak_of_reading
+from tests.helpers.own_process import in_own_process
 
 # Without the time of the day: its bytes are a part of a test's name.
 zipped = partial(gzip.compress, mtime=0)
@@ -260,10 +261,7 @@ def test_an_array_on_one_line_is_not_held(tmp_path: Path) -> None:
     rows = [{"question": f"{n}" * 300, "answer": str(n)} for n in range(1000, 9000)]
     (tmp_path / "d.json").write_text(json.dumps(rows))
     size = (tmp_path / "d.json").stat().st_size
-    tracemalloc.start()
-    assert sum(1 for _ in read_file(tmp_path / "d.json")) == len(rows)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    peak = in_own_process(peak_of_reading, tmp_path / "d.json", len(rows))
     assert peak < 6 * CHUNK < size
 
 
