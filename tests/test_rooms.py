@@ -1,5 +1,6 @@
 """The rooms of engine/: which may import from which, no cycle, no import deferred without a reason."""
 
+import ast
 import sys
 
 import pytest
@@ -111,3 +112,22 @@ def test_an_import_is_deferred_only_from_what_takes_time_to_load(graph: ImportGr
         if one.deferred and not graph.loaded[one.target] - LIGHT - set(PACKAGES) - graph.loaded[one.source]
     ]
     assert needless == []
+
+
+def test_who_writes_to_a_catalog_opens_it_with_its_audit_log(graph: ImportGraph) -> None:
+    """A bare `Catalog` records nothing: these only read."""
+    found = {
+        str(path.relative_to(graph.root))
+        for path in graph.modules.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Catalog"
+    }
+    assert found == {
+        "engine/catalog/catalog.py",
+        "engine/catalog/opening.py",
+        "engine/training/lineage.py",
+        "engine/training/run.py",
+        "flows/cli/backup.py",
+        "tasks/restore_backup.py",
+        "tasks/restore_undone.py",
+    }

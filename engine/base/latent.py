@@ -5,6 +5,9 @@ from typing import Any
 
 from engine.base.attention import Attention, Size
 
+# Types whose attention is sparse also where a config leaves its sizes to transformers.
+SPARSE = ("deepseek_v32", "glm_moe_dsa")
+
 
 class LatentShapes(Attention):
     """Keys and values of all heads come from one latent of each token, which vLLM caches."""
@@ -48,12 +51,14 @@ class SparseShapes(LatentShapes):
     def widths(self) -> tuple[int, int, int, int]:
         """Return those of latent attention; vLLM also caches the indexer's key."""
         queries, keys, cached, heads = super().widths()
-        return queries, keys, cached + self._config["index_head_dim"], heads
+        return queries, keys, cached + (self._config.get("index_head_dim") or 0), heads
 
     def others(self) -> int:
         """Count also the indexer: three projections, and a norm with bias."""
         config = self._config
-        heads, width, hidden = config["index_n_heads"], config["index_head_dim"], config["hidden_size"]
+        if not (heads := config.get("index_n_heads")):
+            return super().others()
+        width, hidden = config["index_head_dim"], config["hidden_size"]
         indexer = config["q_lora_rank"] * heads * width + hidden * (width + heads) + 2 * width
         return int(super().others() + indexer)
 
@@ -62,4 +67,5 @@ def latent_or_grouped(config: Mapping[str, Any]) -> Attention:
     """Return the attention of a base whose family has several kinds."""
     if not config.get("kv_lora_rank"):
         return Attention(config)
-    return SparseShapes(config) if config.get("index_n_heads") else LatentShapes(config)
+    is_sparse = config.get("index_n_heads") or config.get("model_type") in SPARSE
+    return SparseShapes(config) if is_sparse else LatentShapes(config)

@@ -42,8 +42,7 @@ class Revisions:
     def __init__(self, access: Access, rows: RevisionRows, names: UnknownNames):
         self._access = access
         self._rows = rows
-        # What `get` returns and what withholds it, or None where that would make an error, which may take
-        # milliseconds.
+        # What `get` returns and what withholds it; None where there is none, without an error's suggestions.
         self.standing = rows.standing
         # The revision with this whole digest; None when there is none.
         self.find = rows.find
@@ -99,7 +98,11 @@ class Revisions:
         stones = tables.quarantine.c
         is_held = (stones.policy == table.policy) & (stones.digest == digest)
         query = select(*COLUMNS, stones.reason).outerjoin(tables.quarantine, is_held)
-        query = query.where(table.digest == blob(digest)).order_by(table.policy != policy).limit(CANDIDATES)
+        query = (
+            query.where(table.digest == blob(digest))
+            .order_by(table.policy != policy, stones.reason.is_not(None))
+            .limit(CANDIDATES)
+        )
         with self._access.read(self._access.single) as connection:
             rows = connection.execute(query).all()
         found = self._rows.decode([row[:-1] for row in rows])

@@ -71,7 +71,7 @@ class Suggestions(UnknownNames):
         queries = [newest.order_by(table.created_at.desc(), table.id.desc()).limit(NEWEST)]
         between = prefix_range(digits[:COMMON_DIGITS])
         if between and len(digits) >= COMMON_DIGITS:
-            # As in `Revisions.get`: by the key of revisions, not by the index on policies.
+            # As in `RevisionRows.standing`: by the key of revisions, not by the index on policies.
             alike = select(table.digest).where(table.digest >= between[0], table.digest <= between[1])
             queries.append(alike.where(table.policy.concat("") == policy).limit(NEIGHBOURS))
         with self._access.read() as connection:

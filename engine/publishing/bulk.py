@@ -8,6 +8,7 @@ moment leaves whole revisions or none.
 import re
 from collections.abc import Container, Iterable, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from operator import attrgetter
@@ -129,7 +130,8 @@ def register_many(
 
     Policies must be in the catalog and belong to `owner`. An unfit entry is refused by name and the others go
     on; results come a batch at a time, those of one shape in order. Raises `ServiceError` when store or
-    catalog cannot be written: what was yielded is safe, and the same entries may be given again.
+    catalog cannot be written: what was yielded is safe, a batch after it may be committed, too, and the same
+    entries may be given again.
     """
     claim(catalog, store)
     admission = Admission(base, base_digest, dtype)
@@ -137,7 +139,13 @@ def register_many(
     groups: dict[BatchForm, Group] = {}
     held = position = 0
     # The thread ends with what was handed over, also when the caller stops.
-    with ThreadPoolExecutor(1, "register") as thread:
+    with ExitStack() as end, ThreadPoolExecutor(1, "register") as thread:
+
+        @end.callback
+        def shorten() -> None:
+            if position >= MANY:
+                catalog.shorten_log()
+
         under_way: Future[list[Registered]] = thread.submit(list)
 
         def hand_over(group: Group) -> Iterator[Registered]:
@@ -164,8 +172,6 @@ def register_many(
         for group in groups.values():
             yield from hand_over(group)
         yield from under_way.result()
-    if position >= MANY:
-        catalog.shorten_log()
 
 
 # Here and not in the thread: `hashlib` gives the GIL away for each adapter, and a thread beside a busy one
@@ -179,6 +185,8 @@ def batch_of(group: Group) -> tuple[Batch, list[Registered]]:
         unfit = [(rows[n], group.values[n]) for n in (~finite_N).nonzero().flatten().tolist()]
         refused = [row.refused(form.first_fault(values_D)) for row, values_D in unfit]
         rows, values_ND = list(compress(rows, finite_N.tolist())), values_ND[finite_N]
+    # Nothing holds a copy of them beside the packed bytes.
+    group.values.clear()
     digests, payloads = form.digests(values_ND), form.pack(values_ND)
     sums = zip(payloads, map(checksum_of, payloads), strict=True)
     return Batch(form, rows, digests, dict(zip(digests, sums, strict=True))), refused
@@ -253,6 +261,8 @@ class Registration:
         return {name: fault for name, fault in found.items() if fault}
 
     def _commit(self, batch: Batch) -> list[Registered]:
+        if not batch.rows:
+            return []
         self._catalog.layouts.add(batch.form.layout.digest, batch.form.layout.to_json())
         held = self._catalog.quarantine.among(batch.digests)
         # Rows in quarantine get bytes of their own.
@@ -278,10 +288,14 @@ class Registration:
                 gone = [row for row in batch.rows if row.policy in error.policies]
                 refused += [row.refused(purged(row.policy)) for row in gone]
                 batch = batch.without(error.policies)
+                if not batch.rows:
+                    return refused
                 continue
             fresh = own.keys() - known.keys()
-            # Known rows without whole bytes have those that were just appended.
-            stale = [n for n, digest in enumerate(rows.digests) if digest in fresh and not new[n]]
+            # Known rows without whole bytes have those that were just appended; a twin's row has them.
+            keys = list(zip(rows.policies, rows.digests, strict=True))
+            added = set(compress(keys, new))
+            stale = [n for n, key in enumerate(keys) if key[1] in fresh and key not in added]
             self._catalog.places.replace_many([rows.row(number) for number in stale])
             results = zip(batch.rows, batch.digests, new, strict=True)
             return refused + [

@@ -79,7 +79,7 @@ def put(
     given = (catalog, store, tensors, manifest, dtype, base, owner, now)
     copies = catalog.revisions.copies(manifest.policy, manifest.digest)
     if not copies or copies[0][0].policy != manifest.policy:
-        return _append(*given, [location(row) for row, is_held in copies if not is_held])
+        return _append(*given, dict.fromkeys(location(row) for row, is_held in copies if not is_held))
     known, is_held = copies[0]
     if store.check([location(known)]) == [None] and _has_layout(catalog, known):
         if is_held:
@@ -90,7 +90,7 @@ def put(
     assert fresh.layout
     # Before a row that is served names it.
     catalog.layouts.add(fresh.layout.digest, fresh.layout.body)
-    return PlacedRevision(catalog.places.replace(fresh.row), True, fresh.layout)
+    return PlacedRevision(catalog.places.replace(fresh.row), is_shared=True)
 
 
 def _has_layout(catalog: "Catalog", row: Revision) -> bool:

@@ -328,20 +328,6 @@ cli.main()
     assert ended.returncode == code, ended.stderr
 
 
-def test_an_options_old_name_works_with_a_note(params: Path) -> None:
-    commands = (("adapt",), ("policy", "create"), ("adapters", "import"))
-    for command in commands:
-        shown = graftwork(*command, "--help").stdout
-        assert "--reuse-name" in shown
-        assert "--again" not in shown
-    given = ("adapt", "nobody", "--params", str(params))
-    new, old = graftwork(*given, "--reuse-name"), graftwork(*given, "--again")
-    assert (old.returncode, old.stdout) == (new.returncode, new.stdout)
-    note, *rest = old.stderr.splitlines()
-    assert note == "--again is deprecated and goes away in version 0.2. Use --reuse-name."
-    assert rest == new.stderr.splitlines()
-
-
 @pytest.mark.long
 def test_a_command_sets_the_variable_of_equal_bits_before_it_imports_torch(
     params: Path, monkeypatch: pytest.MonkeyPatch

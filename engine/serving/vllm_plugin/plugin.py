@@ -149,7 +149,8 @@ def coalesce_outputs() -> None:
     @wraps(add)
     def add_request(self: Any, request: Any) -> None:
         add(self, request)
-        if asks(request, COALESCED):
+        # The end of a session of streamed inputs leaves none.
+        if request.request_id in self.requests and asks(request, COALESCED):
             self.__dict__.setdefault("graftwork_held", {}).setdefault(request.request_id, [])
 
     @wraps(update)

@@ -68,9 +68,10 @@ class Exporter:
             config=session.opened.config,
             text_digest=self.text_digest,
         )
-        is_revision, opened, now = request.kind == "revision", session.opened, time.time()
+        is_revision, opened = request.kind == "revision", session.opened
         directory = self._directory(session, request, tensors, manifest, between) if is_revision else None
-        shapes = session.base.shapes
+        # After the effect probe, which may take minutes.
+        shapes, now = session.base.shapes, time.time()
         given = (self.catalog, self.store, tensors, manifest, self.dtype, shapes, opened.owner, now)
         publish(
             self.catalog,

@@ -134,6 +134,6 @@ def test_only_a_request_that_asks_is_held_back(
     monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any] | None, held: list[str]
 ) -> None:
     add = patched(monkeypatch, "add_request", lambda *_: None)
-    scheduler = SimpleNamespace()
+    scheduler = SimpleNamespace(requests={"rollout": None})
     add(scheduler, asking("rollout", extra))
     assert list(vars(scheduler).get("graftwork_held", ())) == held

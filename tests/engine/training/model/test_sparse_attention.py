@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.base.families import attention_of
 from engine.catalog.catalog import Catalog, Policy, migrate
 from engine.errors import ConfigError
 from engine.planning import gpu
@@ -111,6 +112,16 @@ def test_serving_it_on_a_cpu_is_refused_before_anything_is_built(tmp_path, monke
         services.up(params, refuse_to_build, lambda name, state: None)
     monkeypatch.setattr(gpu, "cuda_bytes", lambda: 80 << 30)
     gpu.refuse_unless_served(params)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_base_is_sparse_by_its_type_where_its_config_leaves_the_indexer_out(kind, path):
+    config = json.loads((path / "config.json").read_text()) | {"model_type": kind}
+    whole = attention_of(config)
+    for left_out in (("index_n_heads", "index_topk", "index_head_dim"), ("index_head_dim", "index_n_heads")):
+        trimmed = attention_of({name: value for name, value in config.items() if name not in left_out})
+        assert trimmed.cuda_only == whole.cuda_only is not None
+        assert trimmed.projections() == whole.projections()
 
 
 def test_a_service_that_there_is_not_is_named(tmp_path):
