@@ -102,7 +102,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Batch:
+class BulkBatch:
     """Adapters of one shape, each with its digest; `payloads` are packed bytes and checksum, by digest."""
 
     form: BatchForm
@@ -110,7 +110,7 @@ class Batch:
     digests: list[str]
     payloads: dict[str, tuple[memoryview, str]]
 
-    def without(self, policies: Container[str]) -> "Batch":
+    def without(self, policies: Container[str]) -> "BulkBatch":
         """Return the batch without the rows of these policies."""
         kept = [row.policy not in policies for row in self.rows]
         return replace(self, rows=list(compress(self.rows, kept)), digests=list(compress(self.digests, kept)))
@@ -176,7 +176,7 @@ def register_many(
 
 # Here and not in the thread: `hashlib` gives the GIL away for each adapter, and a thread beside a busy one
 # waits 5 ms to have it back.
-def batch_of(group: Group) -> tuple[Batch, list[Registered]]:
+def batch_of(group: Group) -> tuple[BulkBatch, list[Registered]]:
     """Return a group's adapters, hashed and packed, and the refusals of those with NaN or Inf."""
     form, rows, values_ND = group.form, group.rows, torch.stack(group.values)
     refused = []
@@ -189,7 +189,7 @@ def batch_of(group: Group) -> tuple[Batch, list[Registered]]:
     group.values.clear()
     digests, payloads = form.digests(values_ND), form.pack(values_ND)
     sums = zip(payloads, map(checksum_of, payloads), strict=True)
-    return Batch(form, rows, digests, dict(zip(digests, sums, strict=True))), refused
+    return BulkBatch(form, rows, digests, dict(zip(digests, sums, strict=True))), refused
 
 
 class Admission:
@@ -241,7 +241,7 @@ class Registration:
         self._catalog, self._store = catalog, store
         self._base_digest, self._owner, self._now = base_digest, owner, now
 
-    def register(self, batch: Batch) -> list[Registered]:
+    def register(self, batch: BulkBatch) -> list[Registered]:
         """Return the result of each row."""
         faults = self._faults({row.policy for row in batch.rows})
         refused = [row.refused(faults[row.policy]) for row in batch.rows if row.policy in faults]
@@ -260,7 +260,7 @@ class Registration:
             found[name] = purged(name) if self._catalog.purges.find(name) else unknown
         return {name: fault for name, fault in found.items() if fault}
 
-    def _commit(self, batch: Batch) -> list[Registered]:
+    def _commit(self, batch: BulkBatch) -> list[Registered]:
         if not batch.rows:
             return []
         self._catalog.layouts.add(batch.form.layout.digest, batch.form.layout.to_json())
@@ -306,7 +306,7 @@ class Registration:
             "when `graftwork store compact` has ended."
         )
 
-    def _append(self, batch: Batch, places: Places) -> Places:
+    def _append(self, batch: BulkBatch, places: Places) -> Places:
         """Append the bytes of digests without a place, or whose place has bytes of another packing."""
         missing = {
             digest: batch.payloads[digest]
@@ -324,7 +324,7 @@ class Registration:
         faults = self._store.check(list(places.values()))
         return {digest: at for (digest, at), fault in zip(places.items(), faults, strict=True) if not fault}
 
-    def _rows(self, batch: Batch, places: Places) -> RevisionBatch:
+    def _rows(self, batch: BulkBatch, places: Places) -> RevisionBatch:
         form, at = batch.form, [places[digest] for digest in batch.digests]
         return RevisionBatch(
             base=self._base_digest,
