@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from engine.store.segments import Location, Store
 
 # The most adapters of a batch, and its bytes: enough to share the wait for an fsync, and for many of its
-# random digests to fall on one page of the catalog's index.
-BATCH, BATCH_BYTES = 8192, 64 << 20
+# random digests to fall on one page of the catalog's index; few enough for the thread to begin early.
+BATCH, BATCH_BYTES = 4096, 32 << 20
 # Bytes that may wait for more of their shape, all shapes together.
 HELD_BYTES = 2 * BATCH_BYTES
 # Shapes that are remembered: an endless iterator may bring ever new ones.

@@ -39,10 +39,8 @@ from tests.helpers.rows import NEW, OLD, THIRD, fill
 HERE = Path(__file__).parent
 # Each asks a new adapter, for which there is a free slot. What runs in some of them only is periodic work.
 COLD_REQUESTS = WARM_REQUESTS = 8
-# Longer than the periods of the gateway's threads that come round within a request's window.
-QUIET_S = 6.0
 LIMITS = {"tokens_per_day": 1e12, "tokens_per_minute": 1e12, "requests_per_minute": 1e9, "concurrency": 1e6}
-# Longer than the slowest clock of trainer and loop pauses, `engine.training.service.client.HEARTBEAT_S`.
+# Longer than the slowest clock of gateway, trainer and loop pauses, `engine.training.service.client.HEARTBEAT_S`.
 IDLE_S = 10.0
 # A route's version that is later than the start of any canary here.
 LATER = 1 << 20
@@ -74,7 +72,7 @@ def requests(engine: RunningEngine, file: Path) -> tuple[set[str], set[str]]:
         # Its connection stays open.
         client.headers["authorization"] = f"Bearer {key}"
         file.touch()
-        time.sleep(QUIET_S)
+        time.sleep(IDLE_S)
         clocks = set(calls(file))
         for seed in range(COLD_REQUESTS):
             name = engine.publish("cold", random_adapter(shapes, seed), 8)
