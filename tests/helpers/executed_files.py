@@ -40,7 +40,8 @@ HERE = Path(__file__).parent
 # Each asks a new adapter, for which there is a free slot. What runs in some of them only is periodic work.
 COLD_REQUESTS = WARM_REQUESTS = 8
 LIMITS = {"tokens_per_day": 1e12, "tokens_per_minute": 1e12, "requests_per_minute": 1e9, "concurrency": 1e6}
-# Longer than the slowest clock of gateway, trainer and loop pauses, `engine.training.service.client.HEARTBEAT_S`.
+# Longer than the slowest clock of gateway, trainer and loop pauses, `HEARTBEAT_S` of
+# engine.training.service.client.
 IDLE_S = 10.0
 # A route's version that is later than the start of any canary here.
 LATER = 1 << 20
