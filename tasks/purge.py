@@ -248,10 +248,7 @@ def _cache(params: Params, file: Path) -> Counts:
 
 
 def _files(params: Params, policy: str) -> Counts:
-    """Remove the policy's revision directories and progress files, all reports, and the prewarm lists.
-
-    A running engine writes its prewarm list again, without the policy.
-    """
+    """Remove the policy's revision directories and progress files, and all reports."""
     paths = params.paths
     folder = paths.revisions / policy
     directories = sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
@@ -260,8 +257,10 @@ def _files(params: Params, policy: str) -> Counts:
     own = re.compile(rf"{re.escape(policy)}-[0-9a-f]{{{DIGEST12}}}\.json")
     progress = [file for file in paths.runs.glob("*.json") if own.fullmatch(file.name)]
     reports = list(paths.runs.glob("report*.html"))
-    for file in (*progress, *reports, *paths.warm.glob("*.json")):
+    for file in (*progress, *reports):
         file.unlink(missing_ok=True)
+    # Names of adapters that were popular, which engines of earlier versions kept.
+    shutil.rmtree(paths.root / "warm", ignore_errors=True)
     return {"revision_directories": directories, "progress": len(progress), "reports": len(reports)}
 
 

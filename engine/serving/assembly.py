@@ -1,4 +1,4 @@
-"""Puts a gateway together in vLLM's server, with every optional part: limits, usage, membership, prewarming.
+"""Puts a gateway together in vLLM's server, with every optional part: limits, usage, membership.
 
 vLLM finds `GraftworkEndpoints` by the entry point in `pyproject.toml`. It calls `attach_router` before the
 engine is up and `init_state` once it is. `init_state` raises when a worker lacks our marker, so the server
@@ -32,10 +32,10 @@ from engine.serving.gateway.catalog_rows import rows_to_cache
 from engine.serving.gateway.endpoints import Readiness, attach
 from engine.serving.gateway.forwarding import answer_as_asked
 from engine.serving.gateway.grammar_trial import GrammarTrial
+from engine.serving.gateway.host_tier_upkeep import HostTierUpkeep, served_names
 from engine.serving.gateway.leaving import end_requests_first
 from engine.serving.gateway.membership import Membership
 from engine.serving.gateway.meter import TEMPLATE_TOKENS, Meter
-from engine.serving.gateway.prewarming import Prewarmer, served_names
 from engine.serving.gateway.promised_waits import PromisedWaits
 from engine.serving.gateway.routing import Router
 from engine.serving.gateway.suggesting import Suggester
@@ -86,9 +86,8 @@ class GraftworkEndpoints:
         meter = Meter(usage, params.engine.load_queue, template_tokens(engine_client.get_tokenizer()))
         name = f"{socket.gethostname()}:{params.engine.port}"
         membership = Membership(catalog, name, params.url("engine"), settings["base"], settings["version"])
-        warm = params.paths.warm / f"{params.engine.port}.json"
-        prewarmer = Prewarmer(tier, router, warm, membership.tell)
-        why_not_ready = partial(membership.why_not_ready, router, prewarmer.missing)
+        upkeep = HostTierUpkeep(tier, router, membership.tell)
+        why_not_ready = partial(membership.why_not_ready, router, upkeep.missing)
         state.graftwork_readiness = Readiness(why_not_ready, membership.drain)
         state.graftwork = GatewayState(
             router,
@@ -105,7 +104,7 @@ class GraftworkEndpoints:
         limit_s = params.engine.shutdown_s
         end_requests_first(engine_client, state, limit_s, membership.drain, meter.flush, hand_over)
         # asyncio keeps only weak references to tasks, so the state holds this one.
-        state.graftwork_prewarming = asyncio.create_task(serve_until_stopped(prewarmer, membership))
+        state.graftwork_upkeep = asyncio.create_task(serve_until_stopped(upkeep, membership))
         gc.set_threshold(*COLLECT_AFTER)
         # vLLM looks up a setting in the environment for each token of an answer, unless it may keep them.
         enable_envs_cache()
@@ -185,10 +184,10 @@ def template_tokens(tokenizer: Any) -> int:
         return TEMPLATE_TOKENS
 
 
-async def serve_until_stopped(prewarmer: Prewarmer, membership: Membership) -> None:
-    """Prewarm, as a member of the engines, until the task is cancelled."""
+async def serve_until_stopped(upkeep: HostTierUpkeep, membership: Membership) -> None:
+    """Keep the host tier up, as a member of the engines, until the task is cancelled."""
     membership.start()
     try:
-        await prewarmer.run()
+        await upkeep.run()
     finally:
         membership.leave()

@@ -301,7 +301,6 @@ class Paths:
         self.ledger_archive = root / "ledger.archive.json"
         self.spool = root / "spool"
         self.usage = root / "usage"
-        self.warm = root / "warm"
         self.mlflow_db = root / "mlflow.db"
         self.mlflow_logins = root / "mlflow-logins.db"
         self.mlartifacts = root / "mlartifacts"

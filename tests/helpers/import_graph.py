@@ -44,7 +44,7 @@ OPTIONAL: dict[str, set[str]] = {
     "engine.report": {"engine.controller.__main__"},
     "engine.serving.gateway.membership": {"engine.serving.assembly"},
     "engine.serving.gateway.meter": {"engine.serving.assembly"},
-    "engine.serving.gateway.prewarming": {"engine.serving.assembly"},
+    "engine.serving.gateway.host_tier_upkeep": {"engine.serving.assembly"},
     "engine.serving.gateway.promised_waits": {"engine.serving.assembly"},
     "engine.serving.gateway.suggesting": {"engine.serving.assembly"},
     "engine.serving.worker.mla_cpu": {"engine.serving.vllm_plugin.plugin"},

@@ -70,8 +70,8 @@ def catalog(params: Params) -> Catalog:
         (params.paths.runs / f"{name}-{'1' * 12}.json").write_text(json.dumps({"answer": secret}))
     spool.close()
     (params.paths.runs / "report.html").write_text(SECRET)
-    params.paths.warm.mkdir()
-    (params.paths.warm / "8460.json").write_text(json.dumps([{"policy": "gone", "digest": SECRET}]))
+    (params.paths.root / "warm").mkdir()
+    (params.paths.root / "warm" / "8460.json").write_text(json.dumps([{"policy": "gone", "digest": SECRET}]))
     return catalog
 
 

@@ -184,10 +184,12 @@ async def prewarm(body: Prewarm, request: Request) -> Any:
         revision = await state.router.ask(state.router.revision, target.policy, target.digest)
         tenant = await state.router.ask(state.router.tenant, key.owner)
         state.meter.prewarm(key, tenant, target.name or "", state.residency.is_loading)
-        estimate_s = state.residency.prewarm(revision)
+        state.residency.load_ahead(revision)
     except GraftworkError as error:
         return _Refusal(error)
-    return {"model": body.model, "revision": target.name, "estimate_s": round(estimate_s, 3)}
+    is_here = target.name in state.residency.residents
+    estimate_s = 0.0 if is_here else round(state.residency.queue.estimate_s(), 3)
+    return {"model": body.model, "revision": target.name, "estimate_s": estimate_s}
 
 
 class _Refusal(Response):

@@ -109,7 +109,7 @@ async def instead_of(router: Router, canary: Target) -> Target:
 
 
 async def hold_canary(state: GatewayState, target: Target) -> str | None:
-    """Hold a canary if it is resident here, and return its served name; else prewarm it and return None."""
+    """Hold a resident canary and return its served name; load another one ahead and return None."""
     # Whatever keeps it from being loaded, no user's request may fail by it.
     with suppress(GraftworkError):
         seen = state.router.seen
@@ -119,5 +119,5 @@ async def hold_canary(state: GatewayState, target: Target) -> str | None:
             return None
         if (name := state.residency.tier.ask(revision)) is not None:
             return name
-        state.residency.prewarm(revision)
+        state.residency.load_ahead(revision)
     return None

@@ -5,11 +5,10 @@
 residency.py tells them, and it tells each change as an event of `TRANSITIONS`. A request for an adapter that
 is in the host tier changes nothing, and is not told.
 
-Eviction is W-TinyLFU, that is LRU eviction with admission by popularity. New adapters enter a window, a
-small share of the tier. An adapter that leaves the window is admitted to the main part only if it was
-requested more often than the one it would evict there (TinyLFU: Einziger, Friedman and Manes, 2017), so a
-scan of cold names passes through the window alone. Ties evict the least recently used. Adapters in use are
-never evicted.
+Eviction is a segmented LRU (Karedy and others, 1994). An adapter that is used a second time becomes warm.
+Warm adapters take at most 80% of the tier; beyond that the least recently used one is an ordinary adapter
+again. Ordinary adapters leave first, so that a scan of cold names passes by the warm ones. Adapters in use
+are never evicted.
 """
 
 import time
@@ -22,17 +21,10 @@ from engine.catalog.catalog import Revision
 from engine.catalog.records import served_name
 from engine.errors import Conflict, ServiceError
 
-# The window's share of the tier.
-WINDOW = 0.1
-# New adapters in use may fill the tier to twice its size before warm ones are evicted for them.
+# The share of the tier that warm adapters may take.
+WARM_SHARE = 0.8
+# Ordinary adapters in use may fill the tier to twice its size before warm ones are evicted for them.
 OVERSHOOT = 2.0
-ROWS, WIDTH = 4, 1 << 16
-MOST = 15
-HALVES = bytes(count // 2 for count in range(256))
-AGE_ASKS = 40_000
-AGE_S = 1800.0
-# Half-life of a use in `hits`, in seconds.
-HALF_LIFE_S = 1800.0
 
 
 class AdapterState(StrEnum):
@@ -55,7 +47,7 @@ class AdapterState(StrEnum):
 class AdapterEvent(StrEnum):
     """What happens to an adapter."""
 
-    # A request or prewarm asks for it; its load starts; the last waiter of its load has left.
+    # A request or a load ahead asks for it; its load starts; the last waiter of its load has left.
     ASK = "ask"
     START = "start"
     CANCEL = "cancel"
@@ -137,52 +129,18 @@ class AdapterStates:
             self.in_slots.discard(name)
 
 
-class Popularity:
-    """How often each name was requested recently: a count-min sketch with aging, in constant memory.
-
-    Counts saturate at 15; all are halved after 40,000 requests or half an hour.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rows = [bytearray(WIDTH) for _ in range(ROWS)]
-        self._clock = clock
-        self._asks, self._aged_at = 0, clock()
-
-    def add(self, name: str) -> None:
-        """Count one request for a name."""
-        cells = self._cells(name)
-        least = min(row[cell] for row, cell in zip(self._rows, cells, strict=True))
-        if least < MOST:
-            for row, cell in zip(self._rows, cells, strict=True):
-                if row[cell] == least:
-                    row[cell] += 1
-        self._asks += 1
-        if self._asks >= AGE_ASKS or self._clock() - self._aged_at >= AGE_S:
-            self._age()
-
-    def of(self, name: str) -> int:
-        """Return the estimated count of a name, at most 15."""
-        return min(row[cell] for row, cell in zip(self._rows, self._cells(name), strict=True))
-
-    def _cells(self, name: str) -> list[int]:
-        # Python's hash has 64 bits, salted in each process: 16 bits for each of four rows.
-        word = hash(name)
-        return [(word >> 16 * row) & (WIDTH - 1) for row in range(ROWS)]
-
-    def _age(self) -> None:
-        self._rows = [row.translate(HALVES) for row in self._rows]
-        self._asks, self._aged_at = self._asks // 2, self._clock()
-
-
 @dataclass(eq=False)
 class Resident:
-    """An adapter in the host tier; `users` counts requests in flight, `hits` decays, times are in seconds."""
+    """An adapter in the host tier; `users` counts requests in flight, times are monotonic seconds.
+
+    `is_used`: a request has used it; `is_warm`: another one has, too.
+    """
 
     revision: Revision
     users: int = 0
     used_at: float = 0.0
     loaded_at: float = 0.0
-    hits: float = 0.0
+    is_used: bool = False
     is_warm: bool = False
     # Its bytes are gone: its requests fail, and it leaves after the last one.
     is_lost: bool = False
@@ -199,33 +157,23 @@ class HostTierIndex:
     Their bytes are in each worker's `HostTierBytes`, from before they are ready until they are forgotten.
     """
 
-    def __init__(
-        self,
-        max_bytes: int,
-        max_adapters: int,
-        clock: Callable[[], float] = time.monotonic,
-        on_hit: Callable[[], object] = lambda: None,
-    ):
+    def __init__(self, max_bytes: int, max_adapters: int, on_hit: Callable[[], object] = lambda: None):
         """`on_hit` is called for each adapter that is asked for and here."""
         self._on_hit = on_hit
         self.residents: dict[str, Resident] = {}
         self.bytes = 0
         self.max_bytes, self.max_adapters = max_bytes, max_adapters
-        self.popularity = Popularity(clock)
-        self._clock = clock
-        self._window_bytes = self._window_adapters = 0
-        # Adapters not in use, least recently used first: of the window, and of the main part.
-        self._idle_new: OrderedDict[str, Resident] = OrderedDict()
+        self._warm_bytes = self._warm_adapters = 0
+        # Adapters not in use, least recently used first.
+        self._idle: OrderedDict[str, Resident] = OrderedDict()
         self._idle_warm: OrderedDict[str, Resident] = OrderedDict()
 
     def ready(self, name: str, revision: Revision) -> None:
-        """Add an adapter, not in use yet, to the window."""
-        now = self._clock()
+        """Add an adapter, not in use yet."""
+        now = time.monotonic()
         resident = self.residents[name] = Resident(revision, used_at=now, loaded_at=now)
-        self._idle_new[name] = resident
+        self._idle[name] = resident
         self.bytes += resident.bytes
-        self._window_bytes += resident.bytes
-        self._window_adapters += 1
 
     def ask(self, revision: Revision) -> str | None:
         """Hold a revision for a request and return its served name; None when it is not in the tier.
@@ -241,7 +189,6 @@ class HostTierIndex:
             raise ServiceError(f"The engine has lost the bytes of {name}. Try again: it will be reloaded.")
         refuse_twin(resident.revision, revision)
         self.hold(name)
-        self.popularity.add(name)
         self._on_hit()
         return name
 
@@ -249,22 +196,25 @@ class HostTierIndex:
         """Count one more user of an adapter in the tier."""
         resident = self.residents[name]
         resident.users += 1
-        (self._idle_warm if resident.is_warm else self._idle_new).pop(name, None)
+        (self._idle_warm if resident.is_warm else self._idle).pop(name, None)
 
     def release(self, name: str, is_use: bool = True) -> bool:
-        """Count one user less; without users the adapter may be evicted. A prewarm is no use (`is_use`).
+        """Count one user less; without users the adapter may be evicted. A load ahead is no use (`is_use`).
 
         Return whether something is to leave: the adapter itself, whose bytes are lost, or any other.
         """
-        resident, now = self.residents[name], self._clock()
+        resident = self.residents[name]
         assert resident.users > 0
         resident.users -= 1
         if is_use:
-            resident.hits = resident.hits * 0.5 ** ((now - resident.used_at) / HALF_LIFE_S) + 1
-            resident.used_at = now
+            if resident.is_used and not resident.is_warm:
+                resident.is_warm = True
+                self._count_warm(resident, 1)
+            resident.is_used, resident.used_at = True, time.monotonic()
         if resident.users == 0:
-            (self._idle_warm if resident.is_warm else self._idle_new)[name] = resident
-        return resident.is_lost or self._is_over() or self._window_is_over()
+            (self._idle_warm if resident.is_warm else self._idle)[name] = resident
+        self._cool_down()
+        return resident.is_lost or self._is_over()
 
     def lose(self, name: str) -> None:
         """Note that an adapter's bytes are lost, so that nobody else is to hold it."""
@@ -277,56 +227,44 @@ class HostTierIndex:
         self.bytes -= resident.bytes
         if resident.is_warm:
             del self._idle_warm[name]
+            self._count_warm(resident, -1)
         else:
-            del self._idle_new[name]
-            self._window_bytes -= resident.bytes
-            self._window_adapters -= 1
+            del self._idle[name]
         return resident
 
     def make_room(self, pinned: Callable[[], Collection[str]]) -> list[tuple[str, Resident]]:
         """Evict adapters until the tier is within its limits; return them. Pinned and used ones stay."""
-        while self._window_is_over() and not self._is_over() and self._idle_new:
-            self._warm(next(iter(self._idle_new)))
         gone: list[tuple[str, Resident]] = []
         if not self._is_over():
             return gone
         stay = pinned()
-        while self._is_over():
-            name = self._next_out(stay)
-            if name is None:
-                break
+        while self._is_over() and (name := self._next_out(stay)) is not None:
             gone.append((name, self.evict(name)))
         return gone
 
     def _is_over(self, share: float = 1.0) -> bool:
         return self.bytes > share * self.max_bytes or len(self.residents) > share * self.max_adapters
 
-    def _window_is_over(self) -> bool:
-        return (
-            self._window_bytes > WINDOW * self.max_bytes or self._window_adapters > WINDOW * self.max_adapters
-        )
-
     def _next_out(self, stay: Collection[str]) -> str | None:
-        new = next((name for name in self._idle_new if name not in stay), None)
-        warm = next((name for name in self._idle_warm if name not in stay), None)
-        if new is not None and (warm is None or not self._window_is_over()):
-            return new if warm is None else warm
-        if new is None or warm is None:
-            return warm if self._is_over(OVERSHOOT) or not self._window_is_over() else None
-        if self._merit(new) <= self._merit(warm):
-            return new
-        self._warm(new)
-        return warm
+        name = next((name for name in self._idle if name not in stay), None)
+        if name is None and self._is_over(OVERSHOOT):
+            name = next((name for name in self._idle_warm if name not in stay), None)
+        return name
 
-    def _merit(self, name: str) -> tuple[int, float]:
-        return self.popularity.of(name), self.residents[name].used_at
+    def _count_warm(self, resident: Resident, change: int) -> None:
+        self._warm_bytes += change * resident.bytes
+        self._warm_adapters += change
 
-    def _warm(self, name: str) -> None:
-        resident = self._idle_new.pop(name)
-        resident.is_warm = True
-        self._window_bytes -= resident.bytes
-        self._window_adapters -= 1
-        self._idle_warm[name] = resident
+    def _cool_down(self) -> None:
+        """Make the least recently used warm adapters ordinary while the warm take more than their share."""
+        while self._idle_warm and (
+            self._warm_bytes > WARM_SHARE * self.max_bytes
+            or self._warm_adapters > WARM_SHARE * self.max_adapters
+        ):
+            name, resident = self._idle_warm.popitem(last=False)
+            resident.is_warm = False
+            self._count_warm(resident, -1)
+            self._idle[name] = resident
 
 
 def refuse_twin(held: Revision, asked: Revision) -> None:

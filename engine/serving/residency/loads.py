@@ -197,20 +197,9 @@ class LoadQueue:
         del self.running[load.name]
         self._took_s.append(time.monotonic() - load.started_at)
 
-    def estimate_s(self, load: Load | None = None) -> float:
-        """Return in how many seconds a load will be ready; without one, an interactive load added now."""
-        if load is not None and load.started_at is not None:
-            return max(0.0, self.usual_s - (time.monotonic() - load.started_at))
-        if load is None or load.priority == INTERACTIVE:
-            return self.usual_s * (1 + len(self) / self.concurrency)
-        # Background loads have a share of the places, and a smaller one while users wait.
-        line = list(self.waiting[BACKGROUND])
-        before = line.index(load.name) + 1 if load.name in self.waiting[BACKGROUND] else len(line) + 1
-        running = sum(one.priority == BACKGROUND for one in self.running.values())
-        people = len(self) - len(line) - running
-        alone = (before + running) / self._share(BACKGROUND)
-        behind = min(people, SHARE * before) / self.concurrency
-        return self.usual_s * (1 + alone + behind)
+    def estimate_s(self) -> float:
+        """Return in how many seconds an interactive load that is added now will be ready."""
+        return self.usual_s * (1 + len(self) / self.concurrency)
 
     def told(self) -> dict[str, object]:
         """Return the queue for `/graftwork/residency`: counts, limits and every load by served name."""

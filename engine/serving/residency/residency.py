@@ -97,7 +97,7 @@ class LoadLog:
 
 
 class Residency:
-    """The gateway's view of the host tier: hold, release, prewarm and evict adapters."""
+    """The gateway's view of the host tier: hold and release adapters, load them ahead, evict them."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Residency:
         self.fetch = AdapterFetch(engine, catalog, store)
         self._timeout_s = config.load_timeout_s
         self._pinned = pinned
-        # Prewarms and calls to forget; asyncio keeps only weak references to tasks.
+        # Loads ahead and calls to forget; asyncio keeps only weak references to tasks.
         self.tasks: set[asyncio.Task[None]] = set()
         self.metrics = metrics or LoadMetrics(CollectorRegistry())
         self.tier = HostTierIndex(host_tier_bytes(config), config.host_adapters, on_hit=self.metrics.hits.inc)
@@ -188,41 +188,29 @@ class Residency:
         for load in self.queue.loads():
             load.in_doubt |= policies is None or load.revision.policy in policies
 
-    def prewarm(self, revision: Revision, is_use: bool = True) -> float:
-        """Load a revision in the background; return the estimated time until it is ready, in seconds.
-
-        `is_use` says whether a client asked for it, which counts towards its popularity. Raises `Busy` when
-        the queue is full.
-        """
-        name = served_name(revision.policy, revision.digest)
-        if not is_use and name in self.residents:
-            return 0.0
-        if is_use and self.tier.ask(revision) is not None:
-            self.release(name)
-            return 0.0
-        load, waiter = self._ask(revision, BACKGROUND, is_use)
+    def load_ahead(self, revision: Revision) -> None:
+        """Load a revision in the background, before requests for it. Raises `Busy` for a full queue."""
+        if served_name(revision.policy, revision.digest) in self.residents:
+            return
+        load, waiter = self._ask(revision, BACKGROUND)
 
         async def keep() -> None:
             # A request for this adapter will get the error.
             with suppress(GraftworkError):
                 await self._wait(load, waiter)
-                self.release(load.name, is_use)
+                # It counts as no use: else what nobody asks for would be warm.
+                self.release(load.name, is_use=False)
 
         self._keep(keep())
-        return self.queue.estimate_s(load)
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    def _ask(
-        self, revision: Revision, priority: str, is_use: bool = True
-    ) -> "tuple[Load, asyncio.Future[None]]":
+    def _ask(self, revision: Revision, priority: str) -> "tuple[Load, asyncio.Future[None]]":
         """Return the load of a revision, new or shared, and a future that ends with it."""
         name = served_name(revision.policy, revision.digest)
-        if is_use:
-            self.tier.popularity.add(name)
         load = self.queue.find(name)
         if load is None:
             load = Load(name, revision, priority)

@@ -428,7 +428,7 @@ async def test_each_replica_loads_for_itself():
     """No call makes an adapter known to a server: its row does, to every one that reads the catalog."""
     catalog, engines = FakeCatalog(), [FakeEngine(0), FakeEngine(0)]
     first, second = (residency(engine, catalog=catalog) for engine in engines)
-    first.prewarm(revision(1))
+    first.load_ahead(revision(1))
     await settle(lambda: engines[0].held)
     assert await use(second, revision(1)) == name_of(1)
     assert engines[1].held == {name_of(1)}

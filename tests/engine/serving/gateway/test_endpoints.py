@@ -54,7 +54,7 @@ async def test_feedback_that_cannot_be_stored_is_a_503():
 
 
 async def test_an_engine_alone_is_ready_once_it_is_up_until_it_is_drained(world):
-    """Membership and prewarming are handed in: without them there is nobody to wait for."""
+    """Membership and upkeep are handed in: without them there is nobody to wait for."""
     app, said = FastAPI(), []
     attach(app)
     transport = httpx.ASGITransport(app)

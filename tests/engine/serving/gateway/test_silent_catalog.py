@@ -20,7 +20,7 @@ import uvicorn
 from engine.catalog.catalog import migrate
 from engine.errors import NotFound
 from engine.serving.gateway import catalog_rows
-from engine.serving.gateway.prewarming import Prewarmer
+from engine.serving.gateway.host_tier_upkeep import HostTierUpkeep
 from engine.settings.params import Params
 from tests.helpers.gateways import CHAMPION, OTHER, World, open_world
 from tests.helpers.haproxy import balanced
@@ -110,7 +110,7 @@ async def paused(server: str, world: World, seconds: float) -> None:
     """Users ask behind HAProxy while the server stands still: everybody is answered, at once."""
     state = world.state
     known, unseen = world.key(), world.key()
-    prewarmer = Prewarmer(state.residency, state.router, world.root / "warm.json")
+    upkeep = HostTierUpkeep(state.residency, state.router)
     stalls = Stalls()
     async with behind_haproxy(world) as client, client(known) as users, client(unseen) as stranger:
 
@@ -133,7 +133,7 @@ async def paused(server: str, world: World, seconds: float) -> None:
         # An engine that was ready once.
         async with world.client(None) as check:
             assert (await check.get("/graftwork/ready")).status_code == 200
-        running = [asyncio.create_task(stalls.run()), asyncio.create_task(prewarmer.run())]
+        running = [asyncio.create_task(stalls.run()), asyncio.create_task(upkeep.run())]
         waits, streams = [], [asyncio.create_task(stream())]
         end = time.monotonic() + seconds
         with Paused(server):
@@ -208,7 +208,7 @@ async def test_nothing_is_read_on_the_loop(world: World, monkeypatch: pytest.Mon
     for name in ("read", "quick"):
         monkeypatch.setattr(access, name, noted(getattr(access, name)))
     router = world.state.router
-    prewarmer = Prewarmer(world.state.residency, router, world.root / "warm.json")
+    upkeep = HostTierUpkeep(world.state.residency, router)
     models = ["acme-sums", "acme-nobody", "tiny", *(f"acme-sums@{OTHER[:length]}" for length in (4, 12))]
     async with world.client(key) as users:
         for model in models:
@@ -216,7 +216,7 @@ async def test_nothing_is_read_on_the_loop(world: World, monkeypatch: pytest.Mon
         for path in ("/v1/models", "/graftwork/ready", "/v1/models/acme-sums"):
             assert (await users.get(path)).status_code == 200
         assert (await users.post("/v1/prewarm", json={"model": f"acme-sums@{OTHER[:12]}"})).status_code == 202
-        await prewarmer.look()
+        await upkeep.look()
     with pytest.raises(NotFound):
         await router.admit("nobody", "ann")
     assert reads > 10

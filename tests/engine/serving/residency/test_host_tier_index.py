@@ -2,10 +2,11 @@
 
 import asyncio
 import random
+from collections import OrderedDict
 
 import pytest
 
-from engine.serving.residency.host_tier_index import AGE_ASKS, AGE_S, MOST, HostTierIndex, Popularity
+from engine.serving.residency.host_tier_index import WARM_SHARE, HostTierIndex
 from tests.helpers.adapters_cold import FakeEngine, name_of, residency, revision, settle, use, using
 
 MIB = 1 << 20
@@ -70,20 +71,15 @@ async def test_a_scan_leaves_the_main_part_alone(at_once):
     assert tier.evictions == len(engine.prepared) - len(tier.residents)
 
 
-async def test_who_becomes_popular_gets_in():
+async def test_who_is_used_twice_is_warm_and_stays():
     engine = FakeEngine(0)
     tier = residency(engine, host_bytes=20 * MIB)
-    for _ in range(5):
-        for i in range(20):
-            await use(tier, row(i))
-    scan = iter(range(1000, 2000))
-    for _ in range(12):
+    for _ in range(2):
         await use(tier, row(99))
-        for _ in range(3):
-            await use(tier, row(next(scan)))
     assert tier.residents[name_of(99)].is_warm
-    # It left and came back a few times until it was known.
-    assert engine.prepared.count(name_of(99)) <= 7
+    for i in range(1000, 1100):
+        await use(tier, row(i))
+    assert engine.prepared.count(name_of(99)) == 1
 
 
 async def test_who_was_popular_once_makes_room():
@@ -91,9 +87,9 @@ async def test_who_was_popular_once_makes_room():
     for _ in range(30):
         for i in range(20):
             await use(tier, row(i))
-    for _ in range(2 * MOST):
-        for i in range(100, 118):
-            await use(tier, row(i))
+    for i in range(100, 118):
+        await use(tier, row(i))
+        await use(tier, row(i))
     assert sum(name_of(i) in tier.residents for i in range(100, 118)) >= 16
 
 
@@ -126,14 +122,11 @@ async def test_names_are_bounded_by_number_however_small():
 def test_any_traffic_keeps_the_books():
     """Against the plain sums, over a long random run with pins."""
     random.seed(3)
-    now = [0.0]
-    tier = HostTierIndex(40, 12, clock=lambda: now[0])
+    tier = HostTierIndex(40, 12)
     held: list[str] = []
     for _ in range(6000):
-        now[0] += random.random()
         i = min(int(random.expovariate(0.1)), 60)
         name = name_of(i)
-        tier.popularity.add(name)
         if name not in tier.residents:
             tier.ready(name, revision(i, 1 + i % 7))
         tier.hold(name)
@@ -144,28 +137,36 @@ def test_any_traffic_keeps_the_books():
                 assert gone not in held
                 assert gone != name_of(0)
         residents = tier.residents
+        warm = {name: resident for name, resident in residents.items() if resident.is_warm}
         assert tier.bytes == sum(resident.bytes for resident in residents.values())
-        # Private: of these sums and orders only who leaves next is seen, and only once they are far off.
-        assert tier._window_bytes == sum(r.bytes for r in residents.values() if not r.is_warm)
-        assert tier._window_adapters == sum(not r.is_warm for r in residents.values())
-        idle = {*tier._idle_new, *tier._idle_warm}
-        assert idle == {name for name, resident in residents.items() if not resident.users}
         assert sum(resident.users for resident in residents.values()) == len(held)
         if not held:
             assert tier.bytes <= 40
             assert len(residents) <= 12
+            assert sum(resident.bytes for resident in warm.values()) <= WARM_SHARE * 40
+            assert len(warm) <= WARM_SHARE * 12
 
 
-def test_popularity_counts_ends_and_fades():
-    now = [0.0]
-    popularity = Popularity(clock=lambda: now[0])
-    for _ in range(40):
-        popularity.add("often")
-    popularity.add("once")
-    assert (popularity.of("often"), popularity.of("once"), popularity.of("never")) == (MOST, 1, 0)
-    for i in range(AGE_ASKS):
-        popularity.add(f"name-{i}")
-    assert popularity.of("often") == MOST // 2
-    now[0] = 2 * AGE_S
-    popularity.add("often")
-    assert popularity.of("often") == (MOST // 2 + 1) // 2
+def test_zipf_traffic_finds_more_than_in_a_plain_lru():
+    """100,000 requests for 10,000 names, of which a tenth has room: 0.73 of them are warm, against 0.68."""
+    chance = random.Random(5)
+    names = chance.choices(range(10_000), [1 / (i + 1) for i in range(10_000)], k=100_000)
+    tier, plain = HostTierIndex(1 << 40, 1000), OrderedDict[int, None]()
+    hits = plain_hits = 0
+    rows = [revision(i, 1) for i in range(10_000)]
+    for i in names:
+        name = tier.ask(rows[i])
+        hits += name is not None
+        if name is None:
+            name = name_of(i)
+            tier.ready(name, rows[i])
+            tier.hold(name)
+        tier.release(name)
+        tier.make_room(frozenset)
+        plain_hits += i in plain
+        plain[i] = None
+        plain.move_to_end(i)
+        if len(plain) > 1000:
+            plain.popitem(last=False)
+    assert hits / len(names) > 0.7
+    assert plain_hits / len(names) < 0.69

@@ -13,7 +13,6 @@ from engine.serving.gateway.promised_waits import PromisedWaits
 from engine.serving.residency.loads import (
     AWAY_S,
     BACKGROUND,
-    FIRST_S,
     INTERACTIVE,
     SHARE,
     Load,
@@ -76,21 +75,6 @@ async def test_small_and_large_adapters_share_the_places():
         user.cancel()
     await asyncio.gather(*users, return_exceptions=True)
     assert len(tier.queue) == 0
-
-
-@pytest.mark.parametrize(("concurrency", "alone", "beside"), [(6, 7.0, 9.0), (1, 13.0, 25.0)])
-def test_what_a_prewarm_is_told_counts_its_share_of_the_places(concurrency, alone, beside):
-    """The background has a third of the places, and those who wait for answers go first."""
-    queue = LoadQueue(100, concurrency)
-    loads = [Load(name_of(i), revision(i), BACKGROUND) for i in range(12)]
-    for load in loads:
-        queue.add(load)
-    once = queue.estimate_s(loads[0])
-    assert queue.estimate_s(loads[-1]) == pytest.approx(alone * FIRST_S)
-    for i in range(20, 32):
-        queue.add(Load(name_of(i), revision(i), INTERACTIVE))
-    assert queue.estimate_s(loads[-1]) == pytest.approx(beside * FIRST_S)
-    assert queue.estimate_s(loads[0]) > once
 
 
 async def test_retry_after_follows_the_queue_and_how_long_loads_took():
@@ -188,9 +172,9 @@ async def test_the_background_leaves_places_to_people():
     engine = FakeEngine(600)
     tier = residency(engine, load_concurrency=2, load_queue=10)
     for i in range(6):
-        tier.prewarm(revision(i))
+        tier.load_ahead(revision(i))
     with pytest.raises(Busy):
-        tier.prewarm(revision(6))
+        tier.load_ahead(revision(6))
     assert len(tier.queue.running) == 1
     await settle(lambda: engine.running)
     engine.seconds = 0
@@ -199,22 +183,14 @@ async def test_the_background_leaves_places_to_people():
         await use(tier, revision(20))
 
 
-async def test_a_person_who_asks_for_what_is_prewarmed_waits_like_a_person():
+async def test_a_person_who_asks_for_what_is_loaded_ahead_waits_like_a_person():
     engine = FakeEngine(0.01)
     tier = residency(engine, load_concurrency=1, load_queue=40)
     for i in range(8):
-        tier.prewarm(revision(i))
+        tier.load_ahead(revision(i))
     await asyncio.sleep(0)
     await use(tier, revision(7))
     assert engine.prepared[:2] == [name_of(0), name_of(7)]
-
-
-async def test_prewarm_says_how_long_it_takes():
-    tier = residency(FakeEngine(0.01))
-    assert 0 < tier.prewarm(revision(1)) < 5
-    await settle(lambda: name_of(1) in tier.residents and tier.residents[name_of(1)].users == 0)
-    assert tier.prewarm(revision(1)) == 0
-    assert tier.residents[name_of(1)].users == 0
 
 
 async def test_a_waiter_that_leaves_does_not_end_the_load():
@@ -426,7 +402,7 @@ async def test_a_few_threads_fetch_for_many_loads():
 
 async def test_what_is_brought_unasked_is_no_use():
     tier = residency(FakeEngine(0))
-    tier.prewarm(revision(1), is_use=False)
+    tier.load_ahead(revision(1))
     await settle(lambda: name_of(1) in tier.residents and tier.residents[name_of(1)].users == 0)
     resident = tier.residents[name_of(1)]
 
@@ -434,8 +410,8 @@ async def test_what_is_brought_unasked_is_no_use():
         return tier.metrics.registry.get_sample_value("graftwork_warm_requests_total")
 
     then = resident.used_at
-    assert tier.prewarm(revision(1), is_use=False) == 0
-    assert (resident.hits, resident.used_at, resident.users) == (0, then, 0)
-    assert (tier.tier.popularity.of(name_of(1)), hits()) == (0, 0)
+    tier.load_ahead(revision(1))
+    assert len(tier.queue) == 0
+    assert (resident.is_used, resident.used_at, resident.users, hits()) == (False, then, 0, 0)
     await use(tier, revision(1))
-    assert (resident.hits, tier.tier.popularity.of(name_of(1)), hits()) == (1, 1, 1)
+    assert (resident.is_used, resident.is_warm, hits()) == (True, False, 1)

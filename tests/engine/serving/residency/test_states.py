@@ -154,9 +154,9 @@ class World:
         engine, tier = self.engine, self.tier
         if kind == "ask":
             self.asking.append(asyncio.create_task(tier.hold(revision(i), extra)))
-        elif kind == "prewarm":
+        elif kind == "ahead":
             with suppress(GraftworkError):
-                tier.prewarm(revision(i), is_use=False)
+                tier.load_ahead(revision(i))
         elif kind == "leave":
             for task in pick(i, self.asking):
                 task.cancel()
@@ -247,7 +247,7 @@ steps = st.one_of(
     st.tuples(st.just("prepared"), numbers, faults),
     st.tuples(st.just("report"), st.just(0), st.tuples(some, some)),
     st.tuples(
-        st.sampled_from(["prewarm", "leave", "release", "forgotten", "evict", "quarantine"]),
+        st.sampled_from(["ahead", "leave", "release", "forgotten", "evict", "quarantine"]),
         numbers,
         st.none(),
     ),
