@@ -5,6 +5,7 @@ from typing import Any
 
 from prefect import flow
 
+from engine.base.fitting import fitted_policy
 from engine.catalog.records import served_name
 from engine.settings.forms import AdaptForm
 from flows.display import training_bar
@@ -17,8 +18,6 @@ from tasks.progress import both, keep_sources, show_link, show_table, tag_run, t
 @flow(name="adapt", flow_run_name="adapt {form.policy}")
 def adapt(form: AdaptForm) -> Adapted:
     """Train a policy on the resident base, then export, register, verify and score its revision."""
-    from engine.base.fitting import fitted_policy
-
     params = flow_settings()
     resolved = fitted_policy(params, form.policy, form.changes())
     policy, config, key, stages = form.policy, resolved.config, local_key(params), Stages()

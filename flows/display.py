@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from engine.base.resident import ensure_base
 from engine.settings.params import Params
 from engine.training.service.train_step import TrainStep
 from tasks.outcome import Outcome, Stages, age
@@ -46,7 +47,6 @@ def live() -> Iterator[None]:
 
 def base_builder(params: Params, stages: Stages) -> Callable[[], object]:
     """Return a function that builds or converts the base with a progress bar, if it is not there yet."""
-    from engine.base.resident import ensure_base
 
     def build() -> object:
         bar = steps.add_task("base", total=None, note="", visible=False)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import ValidationError
 
-from engine.base.recipes import RECIPES, TRAINABLE
+from engine.base.names import TOYS, TRAINABLE
 from engine.catalog.records import split_served_name
 from engine.errors import ConfigError
 from engine.security.credentials import LOGIN_VARIABLES, create_credentials
@@ -76,7 +76,7 @@ def on_base(settings: Params, name: str) -> Params:
     replaces what it sets, such as the policies. Raises `ConfigError` for a base that cannot be trained.
     """
     known = ", ".join(TRAINABLE)
-    if name in RECIPES and name not in TRAINABLE:
+    if name in TOYS and name not in TRAINABLE:
         raise ConfigError(
             f"The base {name!r} cannot be trained: its weights are random, for benchmarks. "
             f"Choose one of {known}."

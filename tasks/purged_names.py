@@ -2,6 +2,7 @@
 
 import time
 
+from engine.base.resident import ensure_base
 from engine.errors import Conflict
 from engine.settings.params import Params
 from tasks.purge_record import is_under_way
@@ -12,7 +13,6 @@ def reuse_purged_name(params: Params, name: str, owner: str, reuse: bool) -> Non
 
     Raises `Conflict` even with `reuse` while the purge is unfinished.
     """
-    from engine.base.resident import ensure_base
     from engine.catalog.catalog import Policy
     from engine.catalog.opening import open_catalog
 

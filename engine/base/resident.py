@@ -1,4 +1,4 @@
-"""Resident bases: those of `engine/base/recipes.py`, and any other by GGUF file, directory or hub id.
+"""Resident bases: the toys that are built here, and any other by GGUF file, directory or hub id.
 
 A base that is made here, built or converted from GGUF, is a Hugging Face directory (config, weights,
 tokenizer with chat template, generation config), named by the digest of its recipe or file, written to a
@@ -13,18 +13,17 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from engine.base.gguf_base import GgufBase
+from engine.base.names import TOYS, TRAINABLE
 from engine.base.progress import Progress
-from engine.base.recipes import RECIPES, TRAINABLE, Recipe
 from engine.base.text_files import text_digest, text_files
 from engine.errors import BaseModelError, ConfigError
 from engine.files import sync
-from engine.problems.procedural import PHRASINGS, TASKS
-from engine.settings.params import BaseConfig, Paths, content_hash
+from engine.settings.params import BaseConfig, Paths
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # The files to load: no Python, no pickles, no second copy of the weights.
@@ -55,29 +54,18 @@ class BaseInfo:
         return text_digest(self.text_files)
 
 
-@dataclass(frozen=True)
-class BuiltBase:
-    """A base that is built here by a recipe."""
-
-    name: str
-    recipe: Recipe
-    seed: int
+class MadeBase(Protocol):
+    """A base that is made here, in a directory whose name tells what determines it."""
 
     @property
     def directory(self) -> str:
         """The name of its directory."""
-        return f"{self.name}-{recipe_digest(self.recipe, self.seed)[:12]}"
 
     def config(self) -> dict[str, Any]:
-        """Return its `config.json` without a build."""
-        return self.recipe.config()
+        """Return its `config.json` before it is made."""
 
     def make(self, directory: Path, progress: Progress) -> None:
-        """Build it in an empty directory."""
-        # Only a build needs torch.
-        from engine.base.build import build
-
-        build(self.recipe, self.seed, directory, progress)
+        """Make it in an empty directory."""
 
 
 def ensure_base(config: BaseConfig, paths: Paths, progress: Progress | None = None) -> BaseInfo:
@@ -105,16 +93,12 @@ def made_path(config: BaseConfig, paths: Paths) -> Path | None:
     return paths.bases / made.directory if made else None
 
 
-def _made_here(config: BaseConfig) -> BuiltBase | GgufBase | None:
-    if recipe := RECIPES.get(config.name):
-        return BuiltBase(config.name, recipe, config.seed)
+def _made_here(config: BaseConfig) -> MadeBase | None:
+    if config.name in TOYS:
+        from engine.base.toys.toy_base import ToyBase
+
+        return ToyBase(config.name, config.seed)
     return GgufBase(config.name, config.revision) if GgufBase.is_named(config.name) else None
-
-
-def recipe_digest(recipe: Recipe, seed: int) -> str:
-    """Return the hash of everything that determines a built base: recipe, seed and training problems."""
-    tasks = {name: [task.dataset, task.settings] for name, task in TASKS.items()}
-    return content_hash([asdict(recipe), seed, tasks, PHRASINGS])
 
 
 def base_config(config: BaseConfig, paths: Paths) -> dict[str, Any]:
@@ -124,7 +108,7 @@ def base_config(config: BaseConfig, paths: Paths) -> dict[str, Any]:
     """
     made = _made_here(config)
     path = paths.bases / made.directory if made else None
-    if made and path and (isinstance(made, BuiltBase) or not path.exists()):
+    if made and path and (config.name in TOYS or not path.exists()):
         return made.config()
     local = path or _local(config.name)
     file = local / "config.json" if local else _ask_hub(config, "config.json")
@@ -220,7 +204,7 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def _make_once(base: BuiltBase | GgufBase, path: Path, progress: Progress) -> None:
+def _make_once(base: MadeBase, path: Path, progress: Progress) -> None:
     from filelock import FileLock
 
     path.parent.mkdir(parents=True, exist_ok=True)

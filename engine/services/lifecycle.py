@@ -15,9 +15,10 @@ from pathlib import Path
 import psutil
 from filelock import FileLock, Timeout
 
-from engine.base.recipes import PACKAGED, RECIPES
+from engine.base.names import PACKAGED, TOYS
 from engine.errors import ConfigError, Conflict, PortInUse, ServiceError
 from engine.files import write_whole
+from engine.planning.gpu import refuse_unless_room, refuse_unless_served
 from engine.ports import bind
 from engine.security.credentials import LOGIN_VARIABLES, logins
 from engine.services.own_environments import own_environments
@@ -158,7 +159,7 @@ def environment(params: Params) -> dict[str, str]:
         PARAMS_VARIABLE: str(params.source or params.paths.root / "params.json"),
     }
     # Only a hub id may need the network, until the base is in the local cache.
-    local = params.base.name in {**RECIPES, **PACKAGED} or Path(params.base.name).expanduser().exists()
+    local = params.base.name in (*TOYS, *PACKAGED) or Path(params.base.name).expanduser().exists()
     offline = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE") if local else ()
     return quiet | places | logins(params.paths) | dict.fromkeys(offline, "1") | equal_bits(os.environ)
 
@@ -384,8 +385,6 @@ def check_base(params: Params, chosen: Sequence[Service]) -> None:
     """
     names = {service.name for service in chosen if service.needs_base}
     if names:
-        from engine.planning.gpu import refuse_unless_room, refuse_unless_served
-
         if "engine" in names:
             refuse_unless_served(params)
         refuse_unless_room(params, names)

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.base.families import BaseShapes, attention_of
+from engine.base.resident import ensure_base
 from engine.errors import ConfigError
 from engine.logs import set_up, write_configuration
+from engine.planning.gpu import cuda_bytes, planned, refuse_unless_served
 from engine.planning.host import CPU_BLOCK, kv_cache_bytes, takes_all_cores
 from engine.planning.memory import BATCHED_TOKENS
 from engine.planning.tiers import cpu_slots
@@ -48,12 +50,9 @@ def main() -> None:
     params = load_params(path)
     set_environment(params)
 
-    from engine.planning.gpu import cuda_bytes, planned, refuse_unless_served
-
     if is_alone(params.engine, cuda=cuda_bytes() is not None):
         preload_libgomp()
 
-    from engine.base.resident import ensure_base
     from engine.catalog.opening import open_catalog
 
     refuse_unless_served(params)
@@ -67,8 +66,6 @@ def main() -> None:
 
 def set_environment(params: Params) -> None:
     """Set the environment variables that vLLM and its child processes read; values already set win."""
-    from engine.planning.gpu import cuda_bytes
-
     os.environ.update(equal_bits(os.environ))
     os.environ.setdefault("VLLM_PLUGINS", "graftwork")
     cores = sorted(os.sched_getaffinity(0))

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from engine.base.recipes import RECIPES
+from engine.base.names import TOYS
 from engine.errors import ConfigError, GraftworkError
 from engine.services import lifecycle as services
 from engine.settings.forms import AdaptForm
@@ -121,7 +121,7 @@ def run(
         with display.live():
             outcome = demo(settings, stages.seconds, began)
     display.print_outcome(settings, outcome)
-    if found := shortcomings(outcome.summary, apart=settings.base.name in RECIPES):
+    if found := shortcomings(outcome.summary, apart=settings.base.name in TOYS):
         raise GraftworkError(" ".join(found))
 
 

@@ -13,6 +13,7 @@ import typer
 
 from engine.base.model_config import read_config
 from engine.errors import ConfigError
+from engine.planning import gpu
 from engine.planning.memory import GIB, refuse_unless_it_fits
 from engine.settings.params import Params
 from flows.entry import PARAMS, Json, ParamsFile, enter
@@ -87,7 +88,6 @@ def plan_memory(
     Without a GPU and --memory-gib, print what one device would need.
     """
     settings = enter(params)
-    from engine.planning import gpu
 
     available = int(memory_gib * GIB) if memory_gib else gpu.cuda_bytes()
     asked = {

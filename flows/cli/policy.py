@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from engine.base.fitting import fitted_policy
 from engine.settings.forms import CreatePolicyForm
 from engine.settings.params import known_policies
 from flows.entry import PARAMS, Json, ParamsFile, ReuseName, enter, filled
@@ -94,7 +95,6 @@ def ls(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
 def show(name: str, as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     """Show a policy's settings and where each one is set."""
     settings = enter(params)
-    from engine.base.fitting import fitted_policy
     from engine.report.overview import task_of
 
     resolved = fitted_policy(settings, name)

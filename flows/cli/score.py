@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from engine.base.fitting import fitted_policy
 from engine.base.progress import progress_bar
 from engine.catalog.records import served_name, split_served_name
 from engine.errors import ConfigError
@@ -61,7 +62,6 @@ def score_live(revision: str, params: Path) -> None:
     policy, digest = split_served_name(revision)
     check(settings, [policy])
     require_services(settings)
-    from engine.base.fitting import fitted_policy
     from flows.display import print_row
     from tasks.score import score as score_items
 

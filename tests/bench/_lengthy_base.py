@@ -16,7 +16,7 @@ import torch
 
 from engine.base import build as tiny
 from engine.base.progress import Progress
-from engine.base.recipes import RECIPES
+from engine.base.toys.recipes import RECIPES
 
 # Of a completion, with its end token: a mean of 32, at most 256.
 MEAN, LIMIT = 32, 256

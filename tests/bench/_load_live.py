@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from engine.base.build import build
 from engine.base.families import BaseShapes
-from engine.base.recipes import RECIPES
+from engine.base.toys.build import build
+from engine.base.toys.recipes import RECIPES
 from tests.helpers.live import RunningEngine, start_engine, stop_engine
 
 DTYPE = torch.bfloat16

@@ -34,7 +34,7 @@ from _run import Run, options, start
 from _shapes import SHAPES, shaped_base
 
 from engine.base.fitting import fitting_settings
-from engine.base.recipes import PACKAGED
+from engine.base.names import PACKAGED
 from engine.base.resident import base_config, ensure_base
 from engine.services import lifecycle as services
 from engine.settings.params import BaseConfig, Params, load_params

@@ -28,8 +28,9 @@ import torch
 from _run import Run, options, start
 
 from engine.base.families import BaseShapes
-from engine.base.recipes import PACKAGED, RECIPES
+from engine.base.names import PACKAGED
 from engine.base.resident import ensure_base
+from engine.base.toys.recipes import RECIPES
 from engine.settings.params import BaseConfig, load_params
 from tests.helpers.live import RunningEngine, StockServer, start_engine, stop_engine
 from tests.helpers.made_adapters import write
@@ -61,7 +62,7 @@ Server = RunningEngine | StockServer
 
 def make_base(name: str, params: Path, root: Path) -> Path:
     """Return a packaged model, or a base of a recipe's shape, trained for seconds: weights do not matter."""
-    from engine.base.build import build
+    from engine.base.toys.build import build
 
     if name in PACKAGED:
         return ensure_base(BaseConfig(name=name), load_params(params).paths).path

@@ -31,8 +31,9 @@ from _shapes import SHAPES, shaped_base
 from safetensors.torch import load_file, save_file
 
 from engine.base.families import BaseShapes
-from engine.base.recipes import PACKAGED, RECIPES
+from engine.base.names import PACKAGED
 from engine.base.resident import ensure_base
+from engine.base.toys.recipes import RECIPES
 from engine.settings.params import BaseConfig, load_params
 from tests.helpers.live import RunningEngine, StockServer, start_engine, stop_engine
 
@@ -60,7 +61,7 @@ RANK = 8
 
 def make_base(name: str, params: Path, root: Path) -> tuple[Path, str]:
     """Build the base once; return its directory and serving dtype."""
-    from engine.base.build import build
+    from engine.base.toys.build import build
 
     if name in PACKAGED:
         return ensure_base(BaseConfig(name=name), load_params(params).paths).path, "float32"

@@ -25,7 +25,7 @@ import concurrency
 from _run import Run, options, start
 
 from engine.base.fitting import fitted_policy
-from engine.base.recipes import PACKAGED
+from engine.base.names import PACKAGED
 from engine.catalog.opening import open_catalog
 from engine.settings.params import Params, load_params
 from engine.threads import in_parallel

@@ -52,7 +52,7 @@ import _record as record
 import _run
 from _trl_job import environment, job
 
-from engine.base.recipes import PACKAGED
+from engine.base.names import PACKAGED
 from engine.process_reaper import die_with_parent
 from engine.services import lifecycle as services
 from engine.settings.losses import LossConfig

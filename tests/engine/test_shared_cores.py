@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.base.recipes import RECIPES
+from engine.base.toys.recipes import RECIPES
 from engine.planning.host import WIDE, takes_all_cores
 from engine.serving import server
 from engine.settings.params import Params

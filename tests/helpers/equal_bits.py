@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from engine.base.recipes import RECIPES
+from engine.base.toys.recipes import RECIPES
 
 ROWS = 96
 # Around powers of 2: in bfloat16 oneDNN compiles kernels for each number of rows, which takes its time.

@@ -25,6 +25,7 @@ OPTIONAL: dict[str, set[str]] = {
     "engine.base.converted": {"engine.base.gguf_base"},
     "engine.base.gguf": {"engine.base.converted", "engine.base.gguf_base"},
     "engine.base.gguf_base": {"engine.base.resident"},
+    "engine.base.toys": {"engine.base.resident"},
     "engine.base.latent": {"engine.base.families"},
     "engine.backup": {"engine.controller.__main__"},
     "engine.catalog.audit": {"engine.backup", "engine.catalog.opening"},

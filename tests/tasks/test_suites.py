@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from engine.base.build import CHAT_TEMPLATE
 from engine.base.prompts import prompt_text
+from engine.base.toys.build import CHAT_TEMPLATE
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.problems.procedural import Problem, render, reward, split
 from engine.settings.params import load_params

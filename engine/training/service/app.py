@@ -24,8 +24,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from engine.base.prompts import end_tokens
+from engine.base.resident import base_config, ensure_base
 from engine.errors import Busy, Cancelled, ConfigError, GraftworkError, ServiceError
 from engine.logs import set_up
+from engine.planning.gpu import cuda_bytes, planned, trainer_device
 from engine.planning.host import free_bytes, microbatch_tokens, takes_all_cores
 from engine.ports import bind
 from engine.process_reaper import die_with_parent
@@ -163,9 +165,7 @@ def load_trainer(params: Params, ranks: "Ranks | None" = None) -> "Trainer":
     """
     import torch
 
-    from engine.base.resident import base_config, ensure_base
     from engine.catalog.opening import open_catalog
-    from engine.planning.gpu import cuda_bytes, planned
     from engine.publishing.foreign import read_tensors
     from engine.shared_cores import SharedCores
     from engine.training.service.export import Exporter
@@ -200,7 +200,6 @@ def load_base(params: Params, path: Path, plan: "MemoryPlan | None") -> "Residen
     """Load the base on the configured device: float32 on a CPU, the engine's dtype on a GPU."""
     import torch
 
-    from engine.planning.gpu import trainer_device
     from engine.training.model.lora import ResidentBase
 
     device = trainer_device(params, plan is not None)
@@ -231,7 +230,6 @@ def load_part(params: Params, info: "BaseInfo", ranks: "Ranks") -> "ShardedBase"
 
     Raises `ConfigError` on every rank when one has another base or version.
     """
-    from engine.planning.gpu import cuda_bytes
     from engine.training.model.sharded import ShardedBase
 
     found = ranks.every((info.digest, code_version()))
@@ -259,7 +257,6 @@ def join(params: Params) -> "Ranks | None":
             "ranks with torchrun, or unset WORLD_SIZE for a trainer of one process."
         )
     die_with_parent(os.getppid())
-    from engine.planning.gpu import cuda_bytes, trainer_device
     from engine.training.model.ranks import Ranks
 
     cuda = cuda_bytes() is not None
@@ -289,8 +286,6 @@ def main() -> None:
     except GraftworkError as error:
         parser.exit(error.exit_code, f"{error}\n")
     if ranks and not listener:
-        from engine.base.resident import ensure_base
-
         load_part(params, ensure_base(params.base, params.paths), ranks).follow()
         return
     trainer = load_trainer(params, ranks)

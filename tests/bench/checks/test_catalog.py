@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine.base.families import BaseShapes
-from engine.base.recipes import RECIPES
+from engine.base.toys.recipes import RECIPES
 from engine.catalog.catalog import migrate
 from engine.catalog.opening import whole_catalog
 from engine.catalog.records import served_name

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.base.recipes import RECIPES
 from engine.base.resident import BaseInfo
+from engine.base.toys.recipes import RECIPES
 from engine.serving import server
 from engine.settings.params import Params
 from tests.helpers import live, stock_server

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.base.recipes import RECIPES
+from engine.base.toys.recipes import RECIPES
 from tests.helpers.bench_files import BENCH
 from tests.helpers.live import eventually, left_behind
 

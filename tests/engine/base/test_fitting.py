@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from engine.base.fitting import fitted_policy, fitting_settings
-from engine.base.recipes import RECIPES
+from engine.base.toys.recipes import RECIPES
 from engine.settings.params import BaseConfig, Params, load_params
 from engine.settings.policies import PolicyConfig
 from engine.training.loop import learning_rate

@@ -14,8 +14,7 @@ import torch
 
 from engine.base import converted, prompts
 from engine.base import resident as bases
-from engine.base.gguf_base import GgufBase
-from engine.base.recipes import PACKAGED, PackagedModel
+from engine.base.gguf_base import MODELS, GgufBase, PackagedModel
 from engine.errors import BaseModelError
 from engine.settings.params import BaseConfig, Paths
 from tests.helpers import gguf_files
@@ -211,7 +210,7 @@ def package(file, tmp_path, monkeypatch) -> PackagedModel:
     monkeypatch.syspath_prepend(module.parent)
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
     packaged = PackagedModel("ships-tiny", "ships_tiny", "tiny.gguf", sha256)
-    monkeypatch.setitem(PACKAGED, "smollm2-135m", packaged)
+    monkeypatch.setitem(MODELS, "smollm2-135m", packaged)
     return packaged
 
 
@@ -227,7 +226,7 @@ def test_a_packaged_base_is_the_file_of_its_checksum(package, tmp_path):
 
 
 def test_a_packaged_file_that_differs_is_refused(package, monkeypatch, tmp_path):
-    monkeypatch.setitem(PACKAGED, "smollm2-135m", replace(package, sha256="0" * 64))
+    monkeypatch.setitem(MODELS, "smollm2-135m", replace(package, sha256="0" * 64))
     with pytest.raises(BaseModelError, match=f"pinned {'0' * 64}.*ships-tiny"):
         bases.ensure_base(BaseConfig(name="smollm2-135m"), Paths(tmp_path))
     assert directories(tmp_path) == []

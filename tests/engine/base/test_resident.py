@@ -7,19 +7,22 @@ from functools import cache
 import pytest
 import torch
 
-from engine.base import build as building
 from engine.base import prompts
 from engine.base import resident as bases
+from engine.base.names import TOYS, TRAINABLE
+from engine.base.toys import build as building
+from engine.base.toys.recipes import RECIPES
+from engine.base.toys.toy_base import recipe_digest
 from engine.errors import BaseModelError, ConfigError
 from engine.settings.params import BaseConfig, Paths
 from engine.settings.policies import FewShotExample
 
-SMALL = replace(bases.RECIPES["tiny-dense"], steps=3, problems=256, batch=8)
+SMALL = replace(RECIPES["tiny-dense"], steps=3, problems=256, batch=8)
 
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setitem(bases.RECIPES, "tiny-dense", SMALL)
+    monkeypatch.setitem(RECIPES, "tiny-dense", SMALL)
 
 
 def test_the_same_seed_gives_the_same_base(small, tmp_path):
@@ -33,12 +36,16 @@ def test_the_same_seed_gives_the_same_base(small, tmp_path):
 
 def test_a_dense_recipe_keeps_its_name():
     """Nobody builds tiny-dense again because another family got a field."""
-    assert bases.recipe_digest(bases.RECIPES["tiny-dense"], BaseConfig().seed)[:12] == "1678de545535"
+    assert recipe_digest(RECIPES["tiny-dense"], BaseConfig().seed)[:12] == "1678de545535"
 
 
 def test_each_recipe_has_a_name_of_its_own():
-    names = {bases.recipe_digest(recipe, 1) for recipe in bases.RECIPES.values()}
-    assert len(names) == len(bases.RECIPES)
+    names = {recipe_digest(recipe, 1) for recipe in RECIPES.values()}
+    assert len(names) == len(RECIPES)
+    assert list(RECIPES) == list(TOYS)
+    assert [name for name, recipe in RECIPES.items() if recipe.learns] == [
+        name for name in TRAINABLE if name in TOYS
+    ]
 
 
 # The sizes of a recipe, with experts few and narrow enough for a test.
@@ -60,7 +67,7 @@ def built(tmp_path_factory):
     def build(name):
         directories = [tmp_path_factory.mktemp(name) for _ in range(2)]
         for directory in directories:
-            building.build(replace(bases.RECIPES[name], **FAMILIES[name][2]), 1, directory, lambda *_: None)
+            building.build(replace(RECIPES[name], **FAMILIES[name][2]), 1, directory, lambda *_: None)
         return directories
 
     return build
@@ -88,7 +95,7 @@ def test_experts_and_router_learn(name, built):
     """A few steps move every matrix; a parameter that no optimizer has would stay where it was."""
     from transformers import AutoModelForCausalLM
 
-    recipe = replace(bases.RECIPES[name], **FAMILIES[name][2])
+    recipe = replace(RECIPES[name], **FAMILIES[name][2])
     start = built(name)[0].parent / f"{name}-start"
     building.build(replace(recipe, steps=0), 1, start, lambda *_: None)
     before, after = (
@@ -108,7 +115,7 @@ def test_the_update_of_every_matrix_is_orthogonal():
     """Against torch's own iteration, an expert at a time: tall and wide, and of another scale each."""
     from torch.optim._muon import _zeropower_via_newtonschulz
 
-    from engine.base.build import QUINTIC, orthogonal
+    from engine.base.toys.build import QUINTIC, orthogonal
 
     generator = torch.Generator().manual_seed(0)
     for outputs, inputs in ((24, 8), (8, 24), (16, 16)):
@@ -270,7 +277,7 @@ def test_the_plan_of_a_built_base_needs_no_build(name, tiny_base, built, tmp_pat
     from engine.base.sizes import Shape
 
     if name != "tiny-dense":
-        monkeypatch.setitem(bases.RECIPES, name, replace(bases.RECIPES[name], **FAMILIES[name][2]))
+        monkeypatch.setitem(RECIPES, name, replace(RECIPES[name], **FAMILIES[name][2]))
     paths = Paths(tmp_path)
     early = bases.base_config(BaseConfig(name=name), paths)
     directory = tiny_base if name == "tiny-dense" else built(name)[0]

@@ -11,8 +11,8 @@ from engine.adapters import packed
 from engine.adapters.sizes import packed_blocks, slot_bytes
 from engine.base.families import BaseShapes
 from engine.base.model_config import language_model, read_config
-from engine.base.recipes import RECIPES
 from engine.base.sizes import Shape
+from engine.base.toys.recipes import RECIPES
 from engine.errors import BaseModelError, ConfigError
 from engine.planning.adapters import AdapterPlan, Rates, Wanted, plan_adapters
 from engine.planning.memory import GIB

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from engine.base.recipes import RECIPES
+from engine.base.toys.recipes import RECIPES
 from engine.errors import ConfigError
 from engine.planning import host
 from engine.planning.memory import GIB, token_bytes

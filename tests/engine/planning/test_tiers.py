@@ -7,7 +7,7 @@ import pytest
 
 from engine.adapters.sizes import slot_bytes
 from engine.base.families import BaseShapes
-from engine.base.recipes import RECIPES
+from engine.base.toys.recipes import RECIPES
 from engine.planning import tiers
 from engine.settings.services import EngineConfig
 

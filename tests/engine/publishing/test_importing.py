@@ -34,8 +34,8 @@ FAMILIES = {"tiny-moe": "Qwen3-MoE", "tiny-mla": "DeepSeek-V3"}
 @pytest.fixture(scope="module", params=FAMILIES)
 def expert_base(request, tmp_path_factory) -> tuple[str, Path]:
     """A random base with experts, whose projections all have other shapes."""
-    from engine.base.build import build
-    from engine.base.recipes import RECIPES
+    from engine.base.toys.build import build
+    from engine.base.toys.recipes import RECIPES
 
     directory = tmp_path_factory.mktemp("bases") / request.param
     directory.mkdir()

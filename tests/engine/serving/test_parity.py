@@ -37,8 +37,8 @@ def test_every_target_of_a_recipe_equals_the_reference(name: str, tmp_path_facto
 
     test_moe_engine.py and test_mla_engine.py ask the same of a smaller base of each family each time.
     """
-    from engine.base.build import build
-    from engine.base.recipes import RECIPES
+    from engine.base.toys.build import build
+    from engine.base.toys.recipes import RECIPES
 
     base = tmp_path_factory.mktemp("bases") / name
     base.mkdir()

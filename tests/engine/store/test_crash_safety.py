@@ -167,8 +167,8 @@ def assert_whole(state: Stored) -> int:
 
 @pytest.fixture(scope="module")
 def params(tmp_path_factory: pytest.TempPathFactory) -> Params:
-    from engine.base.build import build
-    from engine.base.recipes import RECIPES
+    from engine.base.toys.build import build
+    from engine.base.toys.recipes import RECIPES
 
     state = tmp_path_factory.mktemp("store")
     base = state / "real"

