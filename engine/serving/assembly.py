@@ -30,10 +30,8 @@ from engine.metering.usage_log import UsageLog
 from engine.serving.gateway.call import GatewayState
 from engine.serving.gateway.catalog_rows import rows_to_cache
 from engine.serving.gateway.endpoints import Readiness, attach
-from engine.serving.gateway.forwarding import answer_as_asked
 from engine.serving.gateway.grammar_trial import GrammarTrial
 from engine.serving.gateway.host_tier_upkeep import HostTierUpkeep, served_names
-from engine.serving.gateway.leaving import end_requests_first
 from engine.serving.gateway.membership import Membership
 from engine.serving.gateway.meter import TEMPLATE_TOKENS, Meter
 from engine.serving.gateway.promised_waits import PromisedWaits
@@ -42,6 +40,8 @@ from engine.serving.gateway.suggesting import Suggester
 from engine.serving.residency.load_metrics import LoadMetrics
 from engine.serving.residency.residency import Residency
 from engine.serving.residency.vllm_engine import VllmEngine
+from engine.serving.vllm_plugin.asked_model import answer_as_asked
+from engine.serving.vllm_plugin.leaving import end_requests_first
 from engine.serving.vllm_plugin.plugin import vllm_version
 from engine.settings.params import Params, load_params
 from engine.state_metrics import StateMetrics

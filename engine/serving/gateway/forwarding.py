@@ -6,10 +6,8 @@ before its first byte nothing is sent: another call answers in its place.
 """
 
 from collections.abc import Awaitable
-from contextvars import ContextVar
 from functools import cache
 from time import perf_counter
-from typing import Any
 
 import orjson
 from prometheus_client import Counter
@@ -19,6 +17,7 @@ from engine.serving.gateway.asgi import App, Message, nothing
 from engine.serving.gateway.call import Call
 from engine.serving.gateway.reading import ASKED_FOR_USAGE
 from engine.serving.gateway.route_table import Kind
+from engine.serving.vllm_plugin.asked_model import ASKED
 
 # Of a client's headers, vLLM gets only these: others choose a priority, a rank or a session.
 FORWARDED = frozenset({b"accept", b"content-type", b"host", b"traceparent", b"tracestate", b"user-agent"})
@@ -26,8 +25,6 @@ ERROR, NOT_FOUND, SERVER_ERROR = 400, 404, 500
 ANSWERS = Counter(
     "graftwork_answers", "Answers, and for what the gateway refused a request.", ["status", "reason"]
 )
-# The `model` of a request that the base answers, for its answer to carry.
-ASKED: ContextVar[str | None] = ContextVar("asked", default=None)
 
 
 @cache
@@ -187,17 +184,3 @@ def begin(call: Call, start: Message) -> Awaitable[None]:
 def is_fault(status: int) -> bool:
     """Return whether a canary's status is no fault of its user: an error, or a name that vLLM cannot find."""
     return status >= SERVER_ERROR or status == NOT_FOUND
-
-
-def answer_as_asked(models: Any) -> None:
-    """Make answers of the base carry the `model` of the request, such as a policy without a champion.
-
-    `models` is vLLM's `OpenAIServingModels`, which writes the base's own name. Bound: 0.32.0. Goes when vLLM
-    answers with the request's `model`.
-    """
-    stock = models.model_name
-
-    def model_name(lora_request: Any = None) -> str:
-        return str(stock(lora_request) if lora_request else ASKED.get() or stock())
-
-    models.model_name = model_name

@@ -70,7 +70,7 @@ def fail_requests_of_failed_adapters() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from engine.serving.worker.failed_adapters import FAILED, drop_failed, mark_failed
+    from engine.serving.vllm_plugin.failed_adapters import FAILED, drop_failed, mark_failed
 
     if hasattr(Scheduler.update_from_output, "__wrapped__"):
         return

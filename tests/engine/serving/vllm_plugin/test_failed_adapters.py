@@ -16,8 +16,8 @@ import torch
 from vllm.distributed import parallel_state
 
 from engine.adapters import packed
+from engine.serving.vllm_plugin.failed_adapters import FAILED, mark_failed
 from engine.serving.worker import loader
-from engine.serving.worker.failed_adapters import FAILED, mark_failed
 from engine.serving.worker.host_tier_bytes import HostTierBytes
 from engine.store.segments import PAGE_ALIGNED_FROM, Store
 from tests.helpers import vllm_layers as made

@@ -9,7 +9,7 @@ import httpx
 import uvicorn
 from starlette.datastructures import State
 
-from engine.serving.gateway.leaving import end_requests_first
+from engine.serving.vllm_plugin.leaving import end_requests_first
 from tests.helpers.live import free_port
 
 PIECES = 6
