@@ -21,9 +21,6 @@ pytestmark = [
 from kernels.experts import autograd as experts_grad  # noqa: E402
 from kernels.experts import reference as experts_reference  # noqa: E402
 from kernels.experts import triton as experts_triton  # noqa: E402
-from kernels.scatter import reference as scatter_reference  # noqa: E402
-from kernels.scatter import triton as scatter_triton  # noqa: E402
-from kernels.scatter.cpu import Copy  # noqa: E402
 from tests.helpers import routed_batches as testing  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -107,34 +104,9 @@ def test_a_row_has_the_same_bits_in_any_batch():
         assert torch.equal(run(torch.tensor([row], device=DEVICE))[0], everything[row])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_scatter_fills_one_slot_and_nothing_else(dtype: torch.dtype):
-    blob = torch.randn(4000).to(dtype).to(DEVICE)
-    a = torch.full((3, 4, 8, 33), 7.0, dtype=dtype, device=DEVICE)
-    b = torch.full((3, 4, 20, 8), 7.0, dtype=dtype, device=DEVICE)
-    copies = [
-        Copy(5, a[:, :, :3]),
-        Copy(5 + 4 * 3 * 33, b.transpose(-1, -2)[:, :, :3]),
-        Copy(None, a[:, :, 3:5]),
-    ]
-    want_a, want_b = a.cpu().clone(), b.cpu().clone()
-    scatter_reference.scatter(blob.cpu(), 5, want_a[1, :, :3])
-    scatter_reference.scatter(blob.cpu(), 5 + 4 * 3 * 33, want_b[1].transpose(-1, -2)[:, :3])
-    want_a[1, :, 3:5] = 0
-    scatter_triton.scatter(blob, scatter_triton.table(blob, copies), slot=1)
-    assert torch.equal(a.cpu(), want_a)
-    assert torch.equal(b.cpu(), want_b)
-
-
 def test_reasons_name_what_does_not_fit():
     x, factor = torch.zeros(2, 8, device=DEVICE), torch.zeros(1, 2, 4, 8, device=DEVICE)
     assert experts_triton.unsupported_reason(x, factor) is None
     assert "float64" in str(experts_triton.unsupported_reason(x.double(), factor.double()))
     assert "rank 200" in str(experts_triton.unsupported_reason(x, factor.new_zeros(1, 2, 200, 8)))
     assert "bfloat16" in str(experts_triton.unsupported_reason(x.bfloat16(), factor))
-    blob = torch.zeros(10, device=DEVICE)
-    assert scatter_triton.unsupported_reason(blob, [Copy(0, torch.zeros(1, 1, 2, 5, device=DEVICE))]) is None
-    reason = scatter_triton.unsupported_reason(blob, [Copy(1, torch.zeros(1, 1, 2, 5, device=DEVICE))])
-    assert "element 11" in str(reason)
-    with pytest.raises(ValueError, match="blob of 10"):
-        scatter_triton.table(blob, [Copy(1, torch.zeros(1, 1, 2, 5, device=DEVICE))])

@@ -13,8 +13,6 @@ from kernels.experts import autograd as experts_grad
 from kernels.experts import cpu as experts
 from kernels.experts import cpu_grouped as experts_grouped
 from kernels.experts import reference as experts_reference
-from kernels.scatter import cpu as scatter
-from kernels.scatter import reference as scatter_reference
 from tests.helpers import routed_batches as testing
 from tests.helpers.repository import ROOT
 
@@ -242,25 +240,6 @@ def test_two_runs_give_the_same_bits():
     assert all(torch.equal(one.nan_to_num(), two.nan_to_num()) for one, two in zip(*runs, strict=True))
 
 
-def test_scatter_fills_one_slot_and_nothing_else():
-    blob = torch.randn(4000).bfloat16()
-    a = torch.full((3, 4, 8, 33), 7.0).bfloat16()
-    b = torch.full((3, 4, 20, 8), 7.0).bfloat16()
-    want_a, want_b = a.clone(), b.clone()
-    start = 5 + 4 * 3 * 33
-    scatter_reference.scatter(blob, 5, want_a[1, :, :3])
-    scatter_reference.scatter(blob, start, want_b[1].transpose(-1, -2)[:, :3])
-    want_a[1, :, 3:5] = 0
-    copies = [
-        scatter.Copy(5, a[:, :, :3]),
-        scatter.Copy(start, b.transpose(-1, -2)[:, :, :3]),
-        scatter.Copy(None, a[:, :, 3:5]),
-    ]
-    scatter.scatter(blob, copies, slot=1)
-    assert torch.equal(a, want_a)
-    assert torch.equal(b, want_b)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_the_triton_kernels_compile_for_a_gpu(
@@ -272,7 +251,6 @@ def test_the_triton_kernels_compile_for_a_gpu(
     from triton.compiler import ASTSource
 
     from kernels.experts import triton as experts_triton
-    from kernels.scatter import triton as scatter_triton
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     pointers = dict.fromkeys(
@@ -284,10 +262,9 @@ def test_the_triton_kernels_compile_for_a_gpu(
         (experts_triton.expand_kernel, {**tile, "WEIGHTED": True, "ADD": True}),
         (experts_triton.combine_kernel, {"BLOCK": 64}),
         (experts_triton.outer_kernel, tile),
-        (scatter_triton.scatter_kernel, {"COLUMNS": 9, "BLOCK": 1024}),
     ]
     for dtype in ("*bf16", "*fp32"):
-        tensors = dict.fromkeys(("x", "w", "h", "y", "weights", "grad", "blob"), dtype)
+        tensors = dict.fromkeys(("x", "w", "h", "y", "weights", "grad"), dtype)
         for kernel, constants in kernels:
             types = {**dict.fromkeys(kernel.arg_names, "i32"), **pointers, **tensors, "pairs": "*fp32"}
             signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}

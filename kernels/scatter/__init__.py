@@ -1,1 +1,0 @@
-"""Copy a packed adapter's values into slot buffers."""
