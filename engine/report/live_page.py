@@ -60,7 +60,6 @@ def page_data(controller: Controller) -> ReportData:
         "Prefect": params.url("prefect"),
         "Health": "/health",
         "Metrics": "/metrics",
-        "Interface": "/docs",
     }
     names = sorted(route.policy for route in catalog.routes.latest(MAX_POLICIES))
     try:

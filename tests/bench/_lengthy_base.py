@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from engine.base import build as tiny
 from engine.base.progress import Progress
+from engine.base.toys import build as tiny
 from engine.base.toys.recipes import RECIPES
 
 # Of a completion, with its end token: a mean of 32, at most 256.
