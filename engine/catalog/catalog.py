@@ -27,7 +27,6 @@ from engine.catalog.access import (
 )
 from engine.catalog.aliases import Aliases
 from engine.catalog.bases import Bases
-from engine.catalog.batches import Batches
 from engine.catalog.changes import Changes
 from engine.catalog.keys import Keys
 from engine.catalog.layouts import Layouts
@@ -165,7 +164,6 @@ class Catalog:
         self.bases = Bases(access)
         self.policies = Policies(access, names)
         self.revisions = Revisions(access, rows, names)
-        self.batches = Batches(access, rows)
         self.listing = Listing(access, rows)
         # Their bytes in the store.
         self.places = Places(access, rows)

@@ -4,7 +4,7 @@ A revision's row is the commit point of its bytes. Lists are paged by key, so th
 rows.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import compress
 from typing import Any
 
@@ -70,14 +70,29 @@ class Revisions:
                 refuse_purged(connection, {row.policy for row in rows})
             for layout in layouts:
                 connection.execute(self._access.put(tables.layouts, layout))
-            for row, value in zip(rows, values, strict=True):
+            for row, value in _by_place(rows, values):
                 if row.digest in shared and not _is_named(connection, value):
                     raise moved(row.policy, row.digest)
-            is_new = [connection.exec_driver_sql(self._add, value).rowcount == 1 for value in values]
+            is_new = self._insert(connection, values)
             if any_held:
                 # A quarantine left by a deleted row says nothing about these bytes.
                 lift_quarantine(connection, [(row.policy, row.digest) for row in compress(rows, is_new)])
             publish_again(connection, [row for row, new in zip(rows, is_new, strict=True) if not new])
+        return is_new
+
+    def _insert(self, connection: Connection, values: list[tuple[Any, ...]]) -> list[bool]:
+        """Insert rows; return which were not there. Of two with one key the first is new."""
+        if not values:
+            return []
+        last = connection.scalar(select(func.coalesce(func.max(table.id), 0)))
+        if connection.exec_driver_sql(self._add, values).rowcount == len(values):
+            return [True] * len(values)
+        added = select(table.policy, table.digest).where(table.id > last)
+        keys = {tuple(row) for row in connection.execute(added)}
+        is_new = []
+        for key in ((value[0], value[1]) for value in values):
+            is_new.append(key in keys)
+            keys.discard(key)
         return is_new
 
     def get(self, policy: str, digest_prefix: str) -> Revision:
@@ -160,6 +175,14 @@ def moved(policy: str, digest: str) -> Moved:
     return Moved(
         f"The bytes that {served_name(policy, digest)} was to share have moved. Register the revision again."
     )
+
+
+def _by_place(
+    rows: Sequence[Revision], values: Sequence[tuple[Any, ...]]
+) -> Iterable[tuple[Revision, tuple[Any, ...]]]:
+    """Return one row, with its values, of those that name the same bytes."""
+    pairs = zip(rows, values, strict=True)
+    return {(row.digest, row.segment, row.offset): (row, value) for row, value in pairs}.values()
 
 
 def _is_named(connection: Connection, value: Sequence[Any]) -> bool:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from engine.adapters.revision import is_finite
-from engine.catalog.batches import RevisionBatch
 from engine.catalog.policies import taken
+from engine.catalog.records import Revision
 from engine.errors import AdapterError, Conflict, Moved, Purged
 from engine.publishing.adapter_batches import BatchForm, flatten, form_of
 from engine.publishing.ownership import claim
@@ -189,7 +189,10 @@ def batch_of(group: Group) -> tuple[BulkBatch, list[Registered]]:
     group.values.clear()
     digests, payloads = form.digests(values_ND), form.pack(values_ND)
     sums = zip(payloads, map(checksum_of, payloads), strict=True)
-    return BulkBatch(form, rows, digests, dict(zip(digests, sums, strict=True))), refused
+    # Neighbouring keys share a page of the catalog's index.
+    order = sorted(range(len(rows)), key=digests.__getitem__)
+    rows, ordered = [rows[n] for n in order], [digests[n] for n in order]
+    return BulkBatch(form, rows, ordered, dict(zip(digests, sums, strict=True))), refused
 
 
 class Admission:
@@ -278,9 +281,7 @@ class Registration:
             own |= self._append(batch, known | own)
             rows = self._rows(batch, known | own)
             try:
-                new = self._catalog.batches.add(
-                    rows, {number for number, digest in enumerate(rows.digests) if digest not in own}
-                )
+                new = self._catalog.revisions.add_many(rows, known.keys() - own.keys())
             except Moved:
                 continue
             except Purged as error:
@@ -293,10 +294,9 @@ class Registration:
                 continue
             fresh = own.keys() - known.keys()
             # Known rows without whole bytes have those that were just appended; a twin's row has them.
-            keys = list(zip(rows.policies, rows.digests, strict=True))
-            added = set(compress(keys, new))
-            stale = [n for n, key in enumerate(keys) if key[1] in fresh and key not in added]
-            self._catalog.places.replace_many([rows.row(number) for number in stale])
+            added = {(row.policy, row.digest) for row in compress(rows, new)}
+            stale = [row for row in rows if row.digest in fresh and (row.policy, row.digest) not in added]
+            self._catalog.places.replace_many(stale)
             results = zip(batch.rows, batch.digests, new, strict=True)
             return refused + [
                 Registered(row.position, row.policy, one, is_new) for row, one, is_new in results
@@ -324,24 +324,28 @@ class Registration:
         faults = self._store.check(list(places.values()))
         return {digest: at for (digest, at), fault in zip(places.items(), faults, strict=True) if not fault}
 
-    def _rows(self, batch: BulkBatch, places: Places) -> RevisionBatch:
-        form, at = batch.form, [places[digest] for digest in batch.digests]
-        return RevisionBatch(
-            base=self._base_digest,
-            rank=form.rank,
-            bytes=form.nbytes,
-            layout=form.layout.digest,
-            length=form.layout.nbytes,
-            owner=self._owner,
-            created_at=self._now,
-            policies=[row.policy for row in batch.rows],
-            digests=batch.digests,
-            parents=[row.parent for row in batch.rows],
-            steps=[row.step for row in batch.rows],
-            segments=[location.segment for location in at],
-            offsets=[location.offset for location in at],
-            checksums=[location.checksum for location in at],
-        )
+    def _rows(self, batch: BulkBatch, places: Places) -> list[Revision]:
+        form = batch.form
+        return [
+            Revision(
+                policy=row.policy,
+                digest=digest,
+                base=self._base_digest,
+                parent=row.parent,
+                step=row.step,
+                rank=form.rank,
+                bytes=form.nbytes,
+                layout=form.layout.digest,
+                segment=places[digest].segment,
+                offset=places[digest].offset,
+                length=form.layout.nbytes,
+                checksum=places[digest].checksum,
+                state="exported",
+                owner=self._owner,
+                created_at=self._now,
+            )
+            for row, digest in zip(batch.rows, batch.digests, strict=True)
+        ]
 
 
 def purged(policy: str) -> str:

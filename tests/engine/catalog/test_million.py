@@ -8,7 +8,6 @@ import pickle
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from sqlalchemy import column, table
 from engine.catalog import places as catalog_places
 from engine.catalog import tables
 from engine.catalog.access import open_engine
-from engine.catalog.batches import RevisionBatch
 from engine.catalog.catalog import Catalog, Policy, Revision, Route, migrate
 from engine.catalog.opening import whole_catalog
 from engine.catalog.revision_rows import COLUMNS, encode
@@ -520,7 +518,7 @@ def test_an_adapter_of_many_policies_is_not_read_whole(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = [row(1, policy=f"policy-{number}") for number in range(3000)]
-    assert catalog.batches.add(batch(shared)) == [True] * 3000
+    assert catalog.revisions.add_many(shared) == [True] * 3000
     read: list[Location] = []
 
     def counted(*values: Any) -> Location:
@@ -531,31 +529,10 @@ def test_an_adapter_of_many_policies_is_not_read_whole(
     assert catalog.places.find([digest(1)] * 3000) == {digest(1): place(row(1))}
     assert len(read) == 1
     more = [row(1, policy=f"more-{number}") for number in range(2000)]
-    assert catalog.batches.add(batch([*more, shared[5]]), set(range(2001))) == [True] * 2000 + [False]
+    assert catalog.revisions.add_many([*more, shared[5]], [digest(1)]) == [True] * 2000 + [False]
 
 
-def batch(rows: Sequence[Revision]) -> RevisionBatch:
-    """Rows as one batch; what its rows share is the first one's."""
-    first = rows[0]
-    return RevisionBatch(
-        base=first.base,
-        rank=first.rank,
-        bytes=first.bytes,
-        layout=first.layout,
-        length=first.length,
-        owner=first.owner,
-        created_at=first.created_at,
-        policies=[one.policy for one in rows],
-        digests=[one.digest for one in rows],
-        parents=[one.parent for one in rows],
-        steps=[one.step for one in rows],
-        segments=[one.segment for one in rows],
-        offsets=[one.offset for one in rows],
-        checksums=[one.checksum for one in rows],
-    )
-
-
-def test_a_batch_by_columns_is_published_as_its_rows_are(catalog: Catalog) -> None:
+def test_many_rows_are_published_in_one_statement(catalog: Catalog) -> None:
     changes = {"created_at": 1 / 3, "owner": "me"}
     rows = [
         row(
@@ -570,13 +547,13 @@ def test_a_batch_by_columns_is_published_as_its_rows_are(catalog: Catalog) -> No
         for i in range(2500)
     ]
     twin = replace(rows[3], step=99)
-    assert catalog.batches.add(batch([*rows, twin])) == [True] * 2500 + [False]
+    assert catalog.revisions.add_many([*rows, twin]) == [True] * 2500 + [False]
     assert all(catalog.revisions.find(one.policy, one.digest) == one for one in rows[:50])
     assert catalog.revisions.scan(limit=3000) == sorted(rows, key=lambda one: one.digest)
     snapshot = row(3000, state="snapshot", expires_at=10.0, **changes)
     catalog.revisions.add_many([snapshot])
     exported = replace(snapshot, state="exported", expires_at=None)
-    assert catalog.batches.add(batch([rows[0], row(3001, **changes), exported])) == [False, True, False]
+    assert catalog.revisions.add_many([rows[0], row(3001, **changes), exported]) == [False, True, False]
     assert catalog.revisions.find("sorting", digest(3000)) == exported
 
 
@@ -584,11 +561,11 @@ def test_a_batch_shares_no_bytes_that_moved_and_is_of_no_purged_policy(catalog: 
     catalog.revisions.add_many([row(1)])
     lost = [row(5), row(1, policy="other", offset=640)]
     with pytest.raises(Moved, match="other@"):
-        catalog.batches.add(batch(lost), shared={1})
-    assert catalog.batches.add(batch([row(5), row(1, policy="other")]), shared={1}) == [True] * 2
+        catalog.revisions.add_many(lost, [digest(1)])
+    assert catalog.revisions.add_many([row(5), row(1, policy="other")], [digest(1)]) == [True] * 2
     catalog.purges.run("sorting", "ann", now=7.0)
     with pytest.raises(Purged, match="'sorting' was purged"):
-        catalog.batches.add(batch([row(6, policy="other"), row(7)]))
+        catalog.revisions.add_many([row(6, policy="other"), row(7)])
     assert {one.digest for one in catalog.revisions.scan()} == {digest(1)}
 
 
@@ -596,7 +573,7 @@ def test_a_batch_shares_no_bytes_that_moved_and_is_of_no_purged_policy(catalog: 
 def test_a_page_may_have_more_words_than_a_statement_takes(catalog: Catalog, catalog_url: str) -> None:
     # SQLite takes 32,766, Postgres 65,535.
     many = 66_000 if catalog_url.startswith("postgresql") else 33_000
-    catalog.batches.add(batch([row(number, segment=f"s{number}") for number in range(many)]))
+    catalog.revisions.add_many([row(number, segment=f"s{number}") for number in range(many)])
     other = whole_catalog(catalog_url)
     assert len(other.places.bytes_by_segment()) == many
     other.close()

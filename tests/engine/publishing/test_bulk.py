@@ -177,7 +177,7 @@ def test_many_shapes_do_not_add_up(catalog: Catalog, store: Store, monkeypatch: 
 def test_bytes_that_move_meanwhile_are_found_again(
     catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
 ):
-    add, calls = catalog.batches.add, []
+    add, calls = catalog.revisions.add_many, []
 
     def moved_once(rows, shared=()):
         calls.append(len(rows))
@@ -185,7 +185,7 @@ def test_bytes_that_move_meanwhile_are_found_again(
             raise Moved("The bytes were moved.")
         return add(rows, shared)
 
-    monkeypatch.setattr(catalog.batches, "add", moved_once)
+    monkeypatch.setattr(catalog.revisions, "add_many", moved_once)
     found = register(catalog, store, [Entry("one", adapter(seed)) for seed in range(3)])
     assert [one.new for one in found] == [True] * 3
     # What was appended the first time is used, not appended again.
@@ -351,13 +351,13 @@ def test_a_long_run_leaves_no_long_log(
 
 def test_batches_are_bounded_whatever_comes(catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bulk, "BATCH", 8)
-    add, sizes, ahead, done = catalog.batches.add, [], [], 0
+    add, sizes, ahead, done = catalog.revisions.add_many, [], [], 0
 
     def recorded(batch, shared=()):
         sizes.append(len(batch))
         return add(batch, shared)
 
-    monkeypatch.setattr(catalog.batches, "add", recorded)
+    monkeypatch.setattr(catalog.revisions, "add_many", recorded)
 
     def endless() -> Iterator[Entry]:
         for number in range(100):
