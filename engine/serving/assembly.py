@@ -40,9 +40,8 @@ from engine.serving.gateway.suggesting import Suggester
 from engine.serving.residency.load_metrics import LoadMetrics
 from engine.serving.residency.residency import Residency
 from engine.serving.residency.vllm_engine import VllmEngine
-from engine.serving.vllm_plugin.asked_model import answer_as_asked
 from engine.serving.vllm_plugin.leaving import end_requests_first
-from engine.serving.vllm_plugin.plugin import vllm_version
+from engine.serving.vllm_plugin.plugin import answer_as_asked, vllm_version
 from engine.settings.params import Params, load_params
 from engine.state_metrics import StateMetrics
 from engine.store.open import open_store

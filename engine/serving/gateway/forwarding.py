@@ -17,7 +17,7 @@ from engine.serving.gateway.asgi import App, Message, nothing
 from engine.serving.gateway.call import Call
 from engine.serving.gateway.reading import ASKED_FOR_USAGE
 from engine.serving.gateway.route_table import Kind
-from engine.serving.vllm_plugin.asked_model import ASKED
+from engine.serving.vllm_plugin.extra_args import ASKED
 
 # Of a client's headers, vLLM gets only these: others choose a priority, a rank or a session.
 FORWARDED = frozenset({b"accept", b"content-type", b"host", b"traceparent", b"tracestate", b"user-agent"})

@@ -1,4 +1,9 @@
-"""Keys of `vllm_xargs` by which requests use our patches of vLLM."""
+"""What a request tells our patches of vLLM."""
 
-# Return the routed experts of the request's tokens; send its output to the frontend once, at its end.
+from contextvars import ContextVar
+
+# Keys of `vllm_xargs`: return the routed experts of the request's tokens; send its output to the frontend
+# once, at its end.
 ROUTED_EXPERTS, COALESCED = "routed_experts", "coalesced"
+# The `model` of a request that the base answers, for its answer to carry.
+ASKED: ContextVar[str | None] = ContextVar("asked", default=None)

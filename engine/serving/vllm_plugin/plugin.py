@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from engine.base.prompts import fix_template_date
-from engine.serving.vllm_plugin.extra_args import COALESCED, ROUTED_EXPERTS
+from engine.serving.vllm_plugin.extra_args import ASKED, COALESCED, ROUTED_EXPERTS
 
 # The newest vLLM that the patches were checked against; a test fails when the pinned version is newer.
 VLLM_READ_AGAINST = "0.32.0"
@@ -301,6 +301,20 @@ def keep_names_out_of_metrics() -> None:
         self.gauge_lora_info = None
 
     PrometheusStatLogger.__init__ = without_names  # type: ignore[method-assign]
+
+
+def answer_as_asked(models: Any) -> None:
+    """Make answers of the base carry the `model` of the request, such as a policy without a champion.
+
+    `models` is vLLM's `OpenAIServingModels`, which writes the base's own name. Bound: 0.32.0. Remove when
+    vLLM answers with the request's `model`.
+    """
+    stock = models.model_name
+
+    def model_name(lora_request: Any = None) -> str:
+        return str(stock(lora_request) if lora_request else ASKED.get() or stock())
+
+    models.model_name = model_name
 
 
 def asks(request: Any, name: str) -> bool:
