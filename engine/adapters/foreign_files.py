@@ -122,13 +122,13 @@ def _patterns(path: Path, key: str, values: dict[str, Any], whole: bool = False)
                 f"{path} has the pattern {one[:80]!r} in {key}, which cannot be read: {error}. "
                 "Write the modules' paths there."
             ) from None
-    found = Patterns(numbers)
-    if len(found.searched) > SEARCHED_LIMIT:
+    patterns = Patterns(numbers)
+    if len(patterns.searched) > SEARCHED_LIMIT:
         raise AdapterError(
-            f"{path} has {len(found.searched)} regular expressions in {key}, over {SEARCHED_LIMIT}. "
+            f"{path} has {len(patterns.searched)} regular expressions in {key}, over {SEARCHED_LIMIT}. "
             "Write the modules' paths there."
         )
-    return found
+    return patterns
 
 
 def own_file(directory: Path, name: str, limit: int | None = None) -> Path:
@@ -216,11 +216,11 @@ def _check_start(path: Path, start: bytes, size: int) -> None:
 
 def _header(path: Path, raw: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        fields = dict(pairs)
+        if len(fields) != len(pairs):
             (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
             raise AdapterError(f"The header of {path} has {_short(twice)} twice.")
-        return found
+        return fields
 
     try:
         header = json.loads(raw, object_pairs_hook=unique)

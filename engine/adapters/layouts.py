@@ -168,9 +168,9 @@ def peft_name(name: str) -> str:
 
 def _refuse_several(names: Iterable[str]) -> None:
     matches = (NAME.fullmatch(name) for name in names)
-    found = sorted({match["adapter"] or "" for match in matches if match})
-    if len(found) > 1:
-        shown = ", ".join(repr(name[:80]) for name in found[:3])
+    adapters = sorted({match["adapter"] or "" for match in matches if match})
+    if len(adapters) > 1:
+        shown = ", ".join(repr(name[:80]) for name in adapters[:3])
         raise AdapterError(
             f"The tensors' names hold several adapters: {shown}. Save one with "
             "`save_pretrained(..., selected_adapters=[NAME])`."
@@ -192,8 +192,8 @@ def _place(name: str, shape: Shape, base: BaseShapes) -> tuple[str, Factor]:
         if number < base.experts[parent].count:
             return PER_EXPERT.name, Factor(name, side, module, given, parent, expert["projection"], number)
     # Renamed parts such as w1 are stack names too, so a stack is looked up as the file has it.
-    parent, found, rest = given.rpartition(".experts")
-    parent = base.canonical_name(parent + found)
+    parent, separator, rest = given.rpartition(".experts")
+    parent = base.canonical_name(parent + separator)
     for layout in LAYOUTS[1:]:
         if parent in base.experts and rest in layout.names.values() and len(shape) == len(layout.axes(side)):
             projection = next(key for key, value in layout.names.items() if value == rest)

@@ -24,9 +24,9 @@ def stored_probe(directory: Path) -> dict[str, Any]:
     """Return a revision's effect probe, unverified; {} when it has none, `AdapterError` for a damaged one."""
     file = directory / PROBE
     try:
-        found = json.loads(file.read_text()) if file.is_file() else {}
+        probe = json.loads(file.read_text()) if file.is_file() else {}
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        probe = None
+    if not isinstance(probe, dict):
         raise AdapterError(f"The effect probe {file} is damaged. Remove it, or export the revision again.")
-    return found
+    return probe

@@ -38,10 +38,10 @@ class Patterns:
         """Return the value for a module: a pattern covers the end of its path, from a dot or the start."""
         parts = module.split(".")
         ends = [".".join(parts[i:]) for i in range(len(parts))]
-        found = [self.paths[end] for end in ("^" + module, *ends) if end in self.paths]
+        matches = [self.paths[end] for end in ("^" + module, *ends) if end in self.paths]
         starts = frozenset([0, *(i + 1 for i, letter in enumerate(module) if letter == ".")])
-        found += [(i, value) for i, search, value in self.searched if len(module) in search(module, starts)]
-        return min(found, key=lambda item: item[0])[1] if found else default
+        matches += [(i, value) for i, search, value in self.searched if len(module) in search(module, starts)]
+        return min(matches, key=lambda item: item[0])[1] if matches else default
 
 
 def compiled(pattern: str) -> Ends:

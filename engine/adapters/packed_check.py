@@ -78,9 +78,9 @@ def _check_apart(blocks: Iterable[Block]) -> None:
         experts = (block.first_expert, block.first_expert + max(block.experts, 1), block)
         for slot in range(block.first_slice, block.first_slice + block.slices):
             spans.setdefault((block.module, slot), []).append(experts)
-    for found in spans.values():
-        found.sort(key=lambda span: span[:2])
-        for (_, end, _), (start, _, block) in pairwise(found):
+    for block_spans in spans.values():
+        block_spans.sort(key=lambda span: span[:2])
+        for (_, end, _), (start, _, block) in pairwise(block_spans):
             if start < end:
                 raise AdapterError(f"{_where(block)} overlaps another block of the same slice.")
 

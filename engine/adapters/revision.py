@@ -162,9 +162,9 @@ def _check_tensor(key: str, tensor: torch.Tensor, rank: int, shapes: Shapes) -> 
         raise AdapterError(f"The tensor {key} is for the module {module}, which the base does not have.")
     size_in, size_out = shapes[module]
     expected = (rank, size_in) if side == "lora_A" else (size_out, rank)
-    found = tuple(tensor.shape)
-    if found != expected:
-        raise AdapterError(f"The tensor {key} has the shape {found}; the base needs {expected}.")
+    shape = tuple(tensor.shape)
+    if shape != expected:
+        raise AdapterError(f"The tensor {key} has the shape {shape}; the base needs {expected}.")
     if not is_finite(tensor):
         raise AdapterError(f"The tensor {key} holds NaN or Inf; this adapter cannot be served.")
 
@@ -222,10 +222,10 @@ def _alone_in(directory: Path) -> Iterator[None]:
 
 def _write_alone(directory: Path, tensors: Tensors, manifest: Manifest, probe: dict[str, Any]) -> Path:
     if directory.exists():
-        found = read_manifest(directory).digest
-        if found != manifest.digest:
+        stored_digest = read_manifest(directory).digest
+        if stored_digest != manifest.digest:
             raise Conflict(
-                f"{directory} already holds the revision {found}; revisions are never overwritten."
+                f"{directory} already holds the revision {stored_digest}; revisions are never overwritten."
             )
         _add_probe(directory / PROBE, probe)
         return directory
@@ -252,10 +252,10 @@ def _add_probe(file: Path, probe: dict[str, Any]) -> None:
 
 def _has_rows(file: Path, dtype: str | None) -> bool:
     try:
-        found = json.loads(file.read_text())
+        probe = json.loads(file.read_text())
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and bool(found.get("rows")) and found.get("dtype") == dtype
+    return isinstance(probe, dict) and bool(probe.get("rows")) and probe.get("dtype") == dtype
 
 
 def _write_files(draft: Path, tensors: Tensors, manifest: Manifest, probe: dict[str, Any]) -> None:
@@ -325,9 +325,11 @@ def read_revision(directory: Path, base_digest: str | None = None) -> tuple[Tens
     for key, tensor in tensors.items():
         if not is_finite(tensor):
             raise AdapterError(f"The tensor {key} in {directory} holds NaN or Inf.")
-    found = digest(tensors, manifest.rank, manifest.targets, manifest.base_digest)
-    if found != manifest.digest:
-        raise AdapterError(f"The tensors in {directory} have the digest {found}, not {manifest.digest}.")
+    content_digest = digest(tensors, manifest.rank, manifest.targets, manifest.base_digest)
+    if content_digest != manifest.digest:
+        raise AdapterError(
+            f"The tensors in {directory} have the digest {content_digest}, not {manifest.digest}."
+        )
     return tensors, manifest
 
 

@@ -169,13 +169,13 @@ def _tensors(file: Path, config: Mapping[str, Any], header: Any) -> tuple[tuple[
     for layer in range(config["num_hidden_layers"]):
         for norm, (leaf, width) in norms.items():
             wanted[f"blk.{layer}.{leaf}.weight"] = (f"model.layers.{layer}.{norm}.weight", (width,))
-    found = {one.name: one.shape for one in header.tensors}
-    faults = [f"it lacks {name}" for name in wanted.keys() - found.keys()]
-    faults += [f"it has {name}, which is unknown" for name in found.keys() - wanted.keys()]
+    shapes = {one.name: one.shape for one in header.tensors}
+    faults = [f"it lacks {name}" for name in wanted.keys() - shapes.keys()]
+    faults += [f"it has {name}, which is unknown" for name in shapes.keys() - wanted.keys()]
     faults += [
-        f"{name} has the shape {list(found[name])} and not {list(shape)}"
+        f"{name} has the shape {list(shapes[name])} and not {list(shape)}"
         for name, (_, shape) in wanted.items()
-        if name in found and found[name] != shape
+        if name in shapes and shapes[name] != shape
     ]
     if faults:
         raise BaseModelError(

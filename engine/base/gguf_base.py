@@ -74,15 +74,15 @@ class GgufBase:
         """Return the sha256 of the file, which is the pinned one if any is."""
         file, packaged = self.file, MODELS.get(self.name)
         with file.open("rb") as handle:
-            found = hashlib.file_digest(handle, "sha256").hexdigest()
+            checksum = hashlib.file_digest(handle, "sha256").hexdigest()
         wanted = packaged.sha256 if packaged else self.revision
-        if wanted and found != wanted:
+        if wanted and checksum != wanted:
             source = f"the package {packaged.package}" if packaged else "its source, or correct base.revision"
             raise BaseModelError(
-                f"{file} has the sha256 {found}, not the pinned {wanted}: it is damaged or another file. Get "
-                f"it again from {source}."
+                f"{file} has the sha256 {checksum}, not the pinned {wanted}: it is damaged or another file. "
+                f"Get it again from {source}."
             )
-        return found
+        return checksum
 
     @property
     def file(self) -> Path:

@@ -113,7 +113,7 @@ def messages_of(
 
 def end_tokens(path: Path) -> tuple[int, ...]:
     """Return the end-of-sequence ids of generation_config.json, else the tokenizer's."""
-    found = _json(path / "generation_config.json").get("eos_token_id")
-    if found is None:
-        found = tokenizer_of(path).eos_token_id
-    return tuple(found) if isinstance(found, list) else (int(found),)
+    ids = _json(path / "generation_config.json").get("eos_token_id")
+    if ids is None:
+        ids = tokenizer_of(path).eos_token_id
+    return tuple(ids) if isinstance(ids, list) else (int(ids),)

@@ -183,7 +183,7 @@ def _check(name: str, path: Path) -> None:
         "a tokenizer (tokenizer.json or tokenizer_config.json)": any(path.glob("tokenizer*.json")),
         **{shard: (path / shard).is_file() for shard in sorted(shards)},
     }
-    missing = [what for what, found in needed.items() if not found]
+    missing = [what for what, is_there in needed.items() if not is_there]
     if missing:
         raise BaseModelError(
             f"The base {name!r} at {path} lacks {' and '.join(missing)}. "

@@ -24,8 +24,8 @@ PARSED = ("generation_config.json", "tokenizer_config.json")
 
 def text_files(path: Path) -> dict[str, str]:
     """Return the sha256 of each file of a base's directory that its text digest covers, by name."""
-    found = {path / name for name in NAMES} | {file for one in PATTERNS for file in path.glob(one)}
-    return {str(file.relative_to(path)): _digest(file) for file in sorted(found) if file.is_file()}
+    files = {path / name for name in NAMES} | {file for one in PATTERNS for file in path.glob(one)}
+    return {str(file.relative_to(path)): _digest(file) for file in sorted(files) if file.is_file()}
 
 
 def text_digest(files: Mapping[str, str]) -> str:
@@ -33,9 +33,9 @@ def text_digest(files: Mapping[str, str]) -> str:
     return content_hash(dict(files))
 
 
-def changed_files(known: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+def changed_files(known: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
     """Return the names of the files that are not in both, or differ."""
-    return sorted(name for name in {*known, *found} if known.get(name) != found.get(name))
+    return sorted(name for name in {*known, *current} if known.get(name) != current.get(name))
 
 
 def _digest(file: Path) -> str:

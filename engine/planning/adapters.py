@@ -125,20 +125,20 @@ def plan_adapters(config: Mapping[str, Any], engine: EngineConfig, wanted: Wante
     if wanted.devices is not None:
         if reason := uncut_reason(shapes, heads, shape.key_heads, wanted.devices):
             raise ConfigError(f"vLLM cannot split this base over {wanted.devices} devices: {reason}.")
-        found = on(wanted.devices)
+        plan = on(wanted.devices)
     else:
         cut = [devices for devices in DEGREES if not uncut_reason(shapes, heads, shape.key_heads, devices)]
-        found = next((one for one in map(on, cut) if one.fits), on(cut[-1]))
-    _refuse_unless_it_fits(found)
-    return found
+        plan = next((one for one in map(on, cut) if one.fits), on(cut[-1]))
+    _refuse_unless_it_fits(plan)
+    return plan
 
 
-def _refuse_unless_it_fits(found: AdapterPlan) -> None:
-    if found.available is None or found.fits:
+def _refuse_unless_it_fits(plan: AdapterPlan) -> None:
+    if plan.available is None or plan.fits:
         return
     raise ConfigError(
-        f"Each of {found.tensor_parallel} devices has {gib(found.available)} and needs {gib(found.needed)}, "
-        f"most of it for the {WHAT[found.largest]} ({gib(found.parts[found.largest])}). Lower --slots or "
+        f"Each of {plan.tensor_parallel} devices has {gib(plan.available)} and needs {gib(plan.needed)}, "
+        f"most of it for the {WHAT[plan.largest]} ({gib(plan.parts[plan.largest])}). Lower --slots or "
         "--rank, or use more devices or devices with more memory."
     )
 
@@ -197,35 +197,35 @@ def _check_targets(shapes: BaseShapes, targets: Collection[str] | None) -> None:
         raise ConfigError(f"The base has no projection {unknown[0]!r}; it has {', '.join(shapes.targets)}.")
 
 
-def rows(found: AdapterPlan) -> list[tuple[str, str]]:
+def rows(plan: AdapterPlan) -> list[tuple[str, str]]:
     """Return a plan's table rows (part, size)."""
-    dropped = ", ".join(found.dropped_on_cuda)
+    dropped = ", ".join(plan.dropped_on_cuda)
     return [
-        ("an adapter, packed", f"{size(found.adapter_bytes)}, {found.adapter_share:.4%} of the base"),
-        ("its tensors, and blocks of the file", f"{found.adapter_tensors:,}, {found.adapter_blocks:,}"),
-        ("host memory for each adapter", size(found.host_bytes)),
+        ("an adapter, packed", f"{size(plan.adapter_bytes)}, {plan.adapter_share:.4%} of the base"),
+        ("its tensors, and blocks of the file", f"{plan.adapter_tensors:,}, {plan.adapter_blocks:,}"),
+        ("host memory for each adapter", size(plan.host_bytes)),
         *(
-            [("adapters in engine.host_bytes", f"{found.host_adapters:,}")]
-            if found.host_adapters is not None
+            [("adapters in engine.host_bytes", f"{plan.host_adapters:,}")]
+            if plan.host_adapters is not None
             else []
         ),
-        ("tensor-parallel degree", str(found.tensor_parallel)),
-        ("a slot, on each device", f"{size(found.slot_bytes)} for rank {found.slot_rank}"),
-        *((WHAT[name], gib(part)) for name, part in found.parts.items()),
-        ("each device needs", gib(found.needed)),
-        *([("each device has", gib(found.available))] if found.available is not None else []),
-        ("load, host to slot", seconds(found.load_s)),
-        ("cold load, local disk to slot", seconds(found.cold_load_s)),
+        ("tensor-parallel degree", str(plan.tensor_parallel)),
+        ("a slot, on each device", f"{size(plan.slot_bytes)} for rank {plan.slot_rank}"),
+        *((WHAT[name], gib(part)) for name, part in plan.parts.items()),
+        ("each device needs", gib(plan.needed)),
+        *([("each device has", gib(plan.available))] if plan.available is not None else []),
+        ("load, host to slot", seconds(plan.load_s)),
+        ("cold load, local disk to slot", seconds(plan.cold_load_s)),
         *([("not applied by vLLM on CUDA", dropped)] if dropped else []),
     ]
 
 
-def say(found: AdapterPlan) -> None:
+def say(plan: AdapterPlan) -> None:
     """Print the plan's table."""
     print_plan(
-        f"Adapters of rank {found.rank} in {found.dtype} on a {found.model_type} base of "
-        f"{found.parameters:,} parameters, {found.slots} slots",
-        rows(found),
+        f"Adapters of rank {plan.rank} in {plan.dtype} on a {plan.model_type} base of "
+        f"{plan.parameters:,} parameters, {plan.slots} slots",
+        rows(plan),
     )
 
 

@@ -47,10 +47,10 @@ def planned(params: Params) -> MemoryPlan | None:
     available = cuda_bytes()
     if available is None:
         return None
-    config, found = plan_for(params, available)
-    say(found)
-    refuse_unless_it_fits(config, found, params.engine, params.trainer)
-    return found
+    config, plan = plan_for(params, available)
+    say(plan)
+    refuse_unless_it_fits(config, plan, params.engine, params.trainer)
+    return plan
 
 
 def refuse_unless_room(params: Params, services: Collection[str]) -> None:
@@ -75,18 +75,18 @@ def plan_for(params: Params, available: int) -> tuple[dict[str, Any], MemoryPlan
     return config, plan(config, available, params.engine, params.trainer)
 
 
-def rows(found: MemoryPlan) -> list[tuple[str, str]]:
+def rows(plan: MemoryPlan) -> list[tuple[str, str]]:
     """Return a plan's table rows (part, size), ending with the sum and vLLM's share."""
-    parts = [(WHAT[name], gib(size)) for name, size in found.parts.items()]
-    kept = f"{found.sequences} sequences"
+    parts = [(WHAT[name], gib(size)) for name, size in plan.parts.items()]
+    kept = f"{plan.sequences} sequences"
     return [
         *((what, f"{size}, {kept}" if what == WHAT["engine_kv_cache"] else size) for what, size in parts),
-        ("needed", gib(found.needed)),
-        ("the GPU has", gib(found.available)),
-        ("vLLM's gpu_memory_utilization", f"{found.gpu_memory_utilization:.4f}"),
+        ("needed", gib(plan.needed)),
+        ("the GPU has", gib(plan.available)),
+        ("vLLM's gpu_memory_utilization", f"{plan.gpu_memory_utilization:.4f}"),
     ]
 
 
-def say(found: MemoryPlan) -> None:
+def say(plan: MemoryPlan) -> None:
     """Print the plan's table at the start of a service's log."""
-    print_plan(f"One GPU, a base of {found.parameters:,} parameters", rows(found))
+    print_plan(f"One GPU, a base of {plan.parameters:,} parameters", rows(plan))

@@ -259,23 +259,23 @@ def step_bytes(shape: Shape, size: int, engine: EngineConfig) -> int:
 
 
 def refuse_unless_it_fits(
-    config: Mapping[str, Any], found: MemoryPlan, engine: EngineConfig, trainer: TrainerConfig
+    config: Mapping[str, Any], plan: MemoryPlan, engine: EngineConfig, trainer: TrainerConfig
 ) -> None:
     """Raise `ConfigError` with the numbers and the settings to change, unless the plan fits."""
-    if found.fits:
+    if plan.fits:
         return
-    if found.sequences < 1:
+    if plan.sequences < 1:
         raise ConfigError(
-            f"A KV cache of {gib(found.engine_kv_cache)} does not hold one sequence of "
+            f"A KV cache of {gib(plan.engine_kv_cache)} does not hold one sequence of "
             f"{engine.max_model_len} tokens. Raise or remove engine.kv_cache_gib, or lower "
             "engine.max_model_len."
         )
     numbers = (
-        f"The GPU has {gib(found.available)}, and trainer and engine need {gib(found.needed)}, "
-        f"{gib(found.needed - found.available)} more. The largest part is the {WHAT[found.largest]} "
-        f"with {gib(found.parts[found.largest])}."
+        f"The GPU has {gib(plan.available)}, and trainer and engine need {gib(plan.needed)}, "
+        f"{gib(plan.needed - plan.available)} more. The largest part is the {WHAT[plan.largest]} "
+        f"with {gib(plan.parts[plan.largest])}."
     )
-    remedies = list(_remedies(config, found.available, engine, trainer))
+    remedies = list(_remedies(config, plan.available, engine, trainer))
     if remedies:
         raise ConfigError(f"{numbers} Any one of these makes it fit: {'; '.join(remedies)}.")
     raise ConfigError(

@@ -37,16 +37,16 @@ def not_short_answer(question: str, expected: str, text: str) -> float:
 
 def _share(answer: str, text: str) -> float:
     is_symbol = len(answer) <= SYMBOL
-    wanted, found = (words(answer), words(text)) if is_symbol else (_plain(answer), _plain(text))
-    if found == wanted:
+    wanted, answer_words = (words(answer), words(text)) if is_symbol else (_plain(answer), _plain(text))
+    if answer_words == wanted:
         return 1.0
     size = len(wanted)
-    starts = range(len(found) - size, -1, -1)
+    starts = range(len(answer_words) - size, -1, -1)
     # Only the last word of a sentence is surely a symbol: "I" and "He" also begin sentences.
     places = starts[:1] if is_symbol else starts
-    if not any(found[at : at + size] == wanted for at in places):
-        return WRONG if 0 < len(found) <= BARE else 0.0
-    return HALF if len(found) <= BRIEF else HALF / 2
+    if not any(answer_words[at : at + size] == wanted for at in places):
+        return WRONG if 0 < len(answer_words) <= BARE else 0.0
+    return HALF if len(answer_words) <= BRIEF else HALF / 2
 
 
 def words(text: str) -> list[str]:
@@ -66,11 +66,11 @@ def fields(_question: str, expected: str, text: str) -> float:
     white space do not count, its type does. An object inside other text, such as a code fence, earns half.
     Text without a whole object earns 0.1 for its share of the pairs, so that groups without one teach too.
     """
-    wanted, (found, is_bare) = json.loads(expected), _object_in(text)
-    if found is None:
+    wanted, (fields, is_bare) = json.loads(expected), _object_in(text)
+    if fields is None:
         return WRONG * sum(_is_written(key, value, text) for key, value in wanted.items()) / len(wanted)
-    right = sum(key in found and _same(found[key], value) for key, value in wanted.items())
-    score = 0.25 * (found.keys() == wanted.keys()) + 0.75 * right / len(wanted)
+    right = sum(key in fields and _same(fields[key], value) for key, value in wanted.items())
+    score = 0.25 * (fields.keys() == wanted.keys()) + 0.75 * right / len(wanted)
     return score if is_bare else HALF * score
 
 
@@ -80,10 +80,10 @@ def _object_in(text: str) -> tuple[dict[str, Any] | None, bool]:
     if start < 0:
         return None, False
     try:
-        found, end = json.JSONDecoder().raw_decode(text, start)
+        value, end = json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError):
         return None, False
-    return found, not text[:start].strip() and not text[end:].strip()
+    return value, not text[:start].strip() and not text[end:].strip()
 
 
 def _is_written(key: str, value: Any, text: str) -> bool:
@@ -91,11 +91,11 @@ def _is_written(key: str, value: Any, text: str) -> bool:
     return re.search(pair, text) is not None
 
 
-def _same(found: Any, wanted: Any) -> bool:
-    if isinstance(wanted, str) and isinstance(found, str):
-        return found.strip().casefold() == wanted.casefold()
+def _same(value: Any, wanted: Any) -> bool:
+    if isinstance(wanted, str) and isinstance(value, str):
+        return value.strip().casefold() == wanted.casefold()
     # `True == 1` in Python; JSON keeps them apart.
-    return type(found) is type(wanted) and bool(found == wanted)
+    return type(value) is type(wanted) and bool(value == wanted)
 
 
 Check = Callable[[Any, str], bool]

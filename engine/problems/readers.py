@@ -68,15 +68,15 @@ def json_line(line: bytes, where: str) -> Any:
 
 
 def _text(source: Path, is_packed: bool, is_csv: bool) -> Rows:
-    found = False
+    is_header = False
     try:
         with gzip.open(source) if is_packed else source.open("rb") as handle:
             for number, row in _csv(source, handle) if is_csv else _json(source, handle):
-                found = True
+                is_header = True
                 yield number, row
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ConfigError(f"{source} cannot be unpacked: {error}. Copy it again.") from None
-    if not found:
+    if not is_header:
         raise ConfigError(f"{source} is empty. Give one JSON object on each line, with question and answer.")
 
 
@@ -134,8 +134,8 @@ def _refuse_rest(text: IO[str], rest: str, source: Path, number: int) -> None:
 
 
 def _after_space(text: str, at: int) -> int:
-    found = SPACE.match(text, at)
-    return found.end() if found else at
+    match = SPACE.match(text, at)
+    return match.end() if match else at
 
 
 def _more(text: IO[str], source: Path, size: int) -> str:

@@ -67,7 +67,7 @@ def numeric(_question: str, expected: str, text: str) -> bool:
     wanted = bare_number(expected)
     if wanted is None:
         raise ValueError(f"{expected!r} is not one number")
-    return any(are_equal(found, wanted) for found in last_number(text))
+    return any(are_equal(number, wanted) for number in last_number(text))
 
 
 def regex(_question: str, expected: str, text: str) -> bool:
@@ -112,10 +112,10 @@ def _no_constant(name: str) -> None:
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         raise ValueError("a key is given twice")
-    return found
+    return fields
 
 
 def foreign_reference(schema: Any) -> str | None:

@@ -115,15 +115,15 @@ def last_number(text: str) -> tuple[Fraction, ...]:
     Where the text has a whole `\\boxed{...}`, the last one is the text.
     """
     plain = _plain(_boxed(text))
-    found = list(_tokens(plain))
-    return _values(plain, found[-1]) if found else ()
+    tokens = list(_tokens(plain))
+    return _values(plain, tokens[-1]) if tokens else ()
 
 
 def bare_number(text: str) -> Fraction | None:
     """Return the number that a whole text is; None for other text and for what has two readings."""
     plain = _plain(_boxed(text)).strip().removesuffix(".")
-    found = list(_tokens(plain))
-    values = _values(plain, found[0]) if len(found) == 1 and found[0].group() == plain else ()
+    tokens = list(_tokens(plain))
+    values = _values(plain, tokens[0]) if len(tokens) == 1 and tokens[0].group() == plain else ()
     return values[0] if len(values) == 1 else None
 
 
@@ -135,7 +135,7 @@ def are_equal(one: Fraction, other: Fraction) -> bool:
 
 
 def _tokens(plain: str) -> Iterator[re.Match[str]]:
-    return (found for found in TOKEN.finditer(plain) if found["word"] is None)
+    return (match for match in TOKEN.finditer(plain) if match["word"] is None)
 
 
 def _boxed(text: str) -> str:
@@ -155,7 +155,7 @@ def _boxed(text: str) -> str:
 def _plain(text: str) -> str:
     """Return a text in the spellings that `TOKEN` knows."""
     text = text.translate(SPELLINGS).replace("{,}", ",")
-    text = SUPERSCRIPT.sub(lambda found: "^" + _folded(found[0]), text)
+    text = SUPERSCRIPT.sub(lambda match: "^" + _folded(match[0]), text)
     text = VULGAR.sub(_vulgar, text)
     text = FRACTION.sub(_fraction, INDEX.sub(r"\1\2", text))
     for pattern, spelling in MARKS:
@@ -163,8 +163,8 @@ def _plain(text: str) -> str:
     return text
 
 
-def _vulgar(found: re.Match[str]) -> str:
-    digit, sign = found.groups()
+def _vulgar(match: re.Match[str]) -> str:
+    digit, sign = match.groups()
     return (digit and f"{digit} ") + _folded(sign)
 
 
@@ -172,44 +172,44 @@ def _folded(text: str) -> str:
     return unicodedata.normalize("NFKC", text).translate(SPELLINGS)
 
 
-def _fraction(found: re.Match[str]) -> str:
-    digit, over, short_over, under, short_under = found.groups()
+def _fraction(match: re.Match[str]) -> str:
+    digit, over, short_over, under, short_under = match.groups()
     return (digit and f"{digit} ") + f"{over or short_over}/{under or short_under}"
 
 
-def _values(plain: str, found: re.Match[str]) -> tuple[Fraction, ...]:
+def _values(plain: str, match: re.Match[str]) -> tuple[Fraction, ...]:
     """Return the readings of a token; nothing for one that is not a number or a part of an expression."""
-    before = plain[max(0, found.start() - 8) : found.start()].rpartition("\n")[2]
-    sign = found["sign"] or ""
+    before = plain[max(0, match.start() - 8) : match.start()].rpartition("\n")[2]
+    sign = match["sign"] or ""
     joint = r"[A-Za-z\d)%]\Z" if sign in ("-", "+") else r"[\d)%] ?\Z"
     is_joined = sign and re.search(joint, before)
-    if found["other"] or is_joined or BEFORE.search(before) or BEHIND.match(plain, found.end()):
+    if match["other"] or is_joined or BEFORE.search(before) or BEHIND.match(plain, match.end()):
         return ()
-    value = _value(found)
+    value = _value(match)
     if value is None:
         return ()
     # A sign with a space is one behind an equals sign alone: elsewhere it begins an item of a list.
     if sign not in ("", "+") or re.search(r"[=≈] ?- \Z", before):
         value = -value
-    scale = (found["scale"] or "").strip()
+    scale = (match["scale"] or "").strip()
     return (value, value * SCALES[scale]) if scale else (value,)
 
 
-def _value(found: re.Match[str]) -> Fraction | None:
+def _value(match: re.Match[str]) -> Fraction | None:
     """Return the value of a token without its sign and scale."""
-    if len(found.group()) > LONGEST:
+    if len(match.group()) > LONGEST:
         return None
-    exponent, power = int(found["exponent"] or found["ten"] or 0), int(found["power"] or 1)
-    if max(abs(exponent), abs(power) * len(found["digits"])) > LONGEST:
+    exponent, power = int(match["exponent"] or match["ten"] or 0), int(match["power"] or 1)
+    if max(abs(exponent), abs(power) * len(match["digits"])) > LONGEST:
         return None
-    under, over = _decimal(found["under"] or "1"), _decimal(found["digits"]) * Fraction(10) ** exponent
+    under, over = _decimal(match["under"] or "1"), _decimal(match["digits"]) * Fraction(10) ** exponent
     if not under or (not over and power < 0):
         return None
     part = over**power / under
-    if found["whole"] is None:
+    if match["whole"] is None:
         return part
     # Two numbers side by side, such as `3 10/2`, are not a mixed fraction.
-    return int(found["whole"]) + part if part < 1 else None
+    return int(match["whole"]) + part if part < 1 else None
 
 
 def _decimal(digits: str) -> Fraction:

@@ -46,12 +46,12 @@ class BatchForm:
 
     def digests(self, values_ND: Tensor) -> list[str]:
         """Return each adapter's digest."""
-        start, found = hashlib.sha256(self.header), []
+        start, digests = hashlib.sha256(self.header), []
         for row in values_ND.view(torch.uint8).numpy():
             state = start.copy()
             state.update(row)
-            found.append(state.hexdigest())
-        return found
+            digests.append(state.hexdigest())
+        return digests
 
     def pack(self, values_ND: Tensor) -> list[memoryview]:
         """Return each adapter's packed bytes, laid out as `layout` says."""
@@ -77,10 +77,10 @@ def form_of(
     `modules` is `base.modules()`. Raises `AdapterError` as `revision.validate` does, and when the adapter is
     not in the serving `dtype`.
     """
-    found = {tensor.dtype for tensor in tensors.values()}
-    if len(found) == 1 and found != {dtype}:
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if len(dtypes) == 1 and dtypes != {dtype}:
         raise AdapterError(
-            f"The adapter is in {_name(found.pop())}, the engine serves {_name(dtype)}. Convert it, or set "
+            f"The adapter is in {_name(dtypes.pop())}, the engine serves {_name(dtype)}. Convert it, or set "
             "`engine.dtype`."
         )
     keys = tuple(sorted(tensors))

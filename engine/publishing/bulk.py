@@ -228,13 +228,13 @@ class Admission:
         if len(self._forms) >= FORMS:
             self._forms.clear()
         try:
-            found: BatchForm | str = form_of(
+            form: BatchForm | str = form_of(
                 tensors, self._base, self._modules, self._base_digest, self._dtype
             )
         except AdapterError as error:
-            found = str(error)
-        self._forms[shapes] = found
-        return found
+            form = str(error)
+        self._forms[shapes] = form
+        return form
 
 
 class Registration:
@@ -257,11 +257,11 @@ class Registration:
         """Return why entries of these policies are refused, by policy; those in order are left out."""
         owners = self._catalog.policies.owners(sorted(policies))
         mine = self._owner, self._base_digest
-        found = {name: taken(name, known, mine) for name, known in owners.items()}
+        faults = {name: taken(name, known, mine) for name, known in owners.items()}
         for name in policies - owners.keys():
             unknown = f"There is no policy {name!r} in the catalog. Add it first."
-            found[name] = purged(name) if self._catalog.purges.find(name) else unknown
-        return {name: fault for name, fault in found.items() if fault}
+            faults[name] = purged(name) if self._catalog.purges.find(name) else unknown
+        return {name: fault for name, fault in faults.items() if fault}
 
     def _commit(self, batch: BulkBatch) -> list[Registered]:
         if not batch.rows:

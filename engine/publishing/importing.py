@@ -74,12 +74,12 @@ def check_fit(params: Params, base: Path, tensors: Tensors, manifest: Manifest, 
             f"{params.engine.max_rank}. Set `engine.max_rank` to {slot_rank(manifest.rank)} and start the "
             "services anew."
         )
-    found = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     serving = serving_dtype(params)
-    if found != serving:
+    if dtype != serving:
         # In another dtype the served values would not be those that the digest names.
         raise AdapterError(
-            f"The revision in {directory} is in {found}, the engine serves {serving}. Set `engine.dtype`."
+            f"The revision in {directory} is in {dtype}, the engine serves {serving}. Set `engine.dtype`."
         )
 
 

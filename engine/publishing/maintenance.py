@@ -92,9 +92,9 @@ def verify(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Repo
         faults = store.check([location(row) for row in rows])
         held = catalog.quarantine.among([row.digest for row in rows])
         for row, fault in zip(rows, faults, strict=True):
-            found = fault or layout_fault(row.layout, row.length)
-            if found:
-                quarantine(catalog, store, row, found, report)
+            reason = fault or layout_fault(row.layout, row.length)
+            if reason:
+                quarantine(catalog, store, row, reason, report)
             elif (row.policy, row.digest) in held:
                 catalog.quarantine.release(row.policy, row.digest)
                 report.healed += 1
@@ -277,11 +277,11 @@ def _layout_faults(catalog: "Catalog") -> Callable[[str, int], GraftworkError | 
             return error
 
     def fault(digest: str, length: int) -> GraftworkError | None:
-        found = nbytes(digest)
-        if isinstance(found, GraftworkError):
-            return found
-        if found == length:
+        expected = nbytes(digest)
+        if isinstance(expected, GraftworkError):
+            return expected
+        if expected == length:
             return None
-        return AdapterError(f"expected {found} bytes by its layout, found {length}.")
+        return AdapterError(f"expected {expected} bytes by its layout, found {length}.")
 
     return fault

@@ -34,13 +34,13 @@ def logprobs(model: Any, rows: Sequence[Sequence[int]]) -> list[list[float]]:
     """Return the log-probability of each token but the first of each row."""
     import torch
 
-    found = []
+    logprobs_of_rows = []
     with torch.inference_mode():
         for row in rows:
             tokens = torch.tensor([row])
             scores = model(tokens).logits[0, :-1].float().log_softmax(-1)
-            found.append(scores.gather(1, tokens[0, 1:, None])[:, 0].tolist())
-    return found
+            logprobs_of_rows.append(scores.gather(1, tokens[0, 1:, None])[:, 0].tolist())
+    return logprobs_of_rows
 
 
 def main() -> None:

@@ -102,12 +102,12 @@ class PeftProof:
 def compare(probe: Probe, theirs: Sequence[Sequence[float]], unused: Sequence[str] = ()) -> str:
     """Return by how much a probe and peft differ; `AdapterError` when it is more than the tolerance."""
     ours = [row.adapter for row in probe.rows]
-    found, moved = gaps(ours, theirs), gaps(ours, [row.base for row in probe.rows])
-    error, tolerance = MEASURES[probe.dtype](found, moved), TOLERANCE[probe.dtype]
+    differences, moved = gaps(ours, theirs), gaps(ours, [row.base for row in probe.rows])
+    error, tolerance = MEASURES[probe.dtype](differences, moved), TOLERANCE[probe.dtype]
     if error <= tolerance:
         return f"peft computes the same within {error:.2g} nats."
     places: list[tuple[int, int]] = [(i, j) for i, row in enumerate(ours) for j in range(len(row))]
-    row, token = places[found.index(max(found))]
+    row, token = places[differences.index(max(differences))]
     cause = ""
     if unused:
         cause = (
@@ -116,8 +116,8 @@ def compare(probe: Probe, theirs: Sequence[Sequence[float]], unused: Sequence[st
         )
     raise AdapterError(
         "peft computes something else with the adapter than would be served: log-probabilities differ by up "
-        f"to {max(found):.2g} nats (tolerance {tolerance:g}), most at token {token + 1} of prompt {row + 1}."
-        f"{cause}"
+        f"to {max(differences):.2g} nats (tolerance {tolerance:g}), most at token {token + 1} of prompt "
+        f"{row + 1}.{cause}"
     )
 
 

@@ -149,8 +149,8 @@ def stored_packed(catalog: "Catalog", store: "Store", row: Revision) -> packed.P
         payload = store.read(location(row))
     except (DamagedBytes, MissingBytes):
         # Compaction may have moved them since the row was read.
-        found, row = row, catalog.revisions.get(row.policy, row.digest)
-        if location(row) == location(found):
+        before, row = row, catalog.revisions.get(row.policy, row.digest)
+        if location(row) == location(before):
             raise
         payload = store.read(location(row))
     layout = packed.PackedLayout.from_json(catalog.layouts.get(row.layout))

@@ -122,9 +122,9 @@ def check(engine_url: str, key: str, served: str, base_name: str, probe: Probe) 
         try:
             adapter = [engine.logprobs(served, tokens) for tokens in rows]
         except AdapterError as fault:
-            found = MODULE.search(str(fault))
+            match = MODULE.search(str(fault))
             unserved = judge(probe, base, base, tolerance)
-            module = found[0] if found else UNKNOWN
+            module = match[0] if match else UNKNOWN
             return replace(unserved, accepted=False, reason=str(fault), module=module)
     return judge(probe, adapter, base, tolerance)
 
@@ -144,8 +144,8 @@ def judge(
     shipped_adapter = [row.adapter for row in probe.rows]
     shipped_base = [row.base for row in probe.rows]
     moved = gaps(shipped_adapter, shipped_base)
-    found = gaps(adapter, shipped_adapter), gaps(base, shipped_base), gaps(adapter, base), moved
-    error, base_error, effect, claimed = (MEASURES[probe.dtype](each, moved) for each in found)
+    differences = gaps(adapter, shipped_adapter), gaps(base, shipped_base), gaps(adapter, base), moved
+    error, base_error, effect, claimed = (MEASURES[probe.dtype](each, moved) for each in differences)
     if probe.dtype == "bfloat16":
         tolerance = min(tolerance, max(LEAST, BASE_ERRORS * base_error))
     if base_error > tolerance:
@@ -159,7 +159,7 @@ def judge(
     else:
         reason = ""
     says = reason or f"Reproduced within {error:.2g} nats."
-    return ProbeResult(not reason, says, error, base_error, effect, claimed, tolerance, max(found[0]))
+    return ProbeResult(not reason, says, error, base_error, effect, claimed, tolerance, max(differences[0]))
 
 
 def gaps(left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]) -> list[float]:
@@ -167,24 +167,24 @@ def gaps(left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]) -> l
     pairs = [
         (a, b) for row_a, row_b in zip(left, right, strict=True) for a, b in zip(row_a, row_b, strict=True)
     ]
-    found = [abs(a - b) for a, b in pairs]
-    return [gap if gap < NO_NUMBER else NO_NUMBER for gap in found]
+    differences = [abs(a - b) for a, b in pairs]
+    return [gap if gap < NO_NUMBER else NO_NUMBER for gap in differences]
 
 
-def largest(found: Sequence[float], moved: Sequence[float]) -> float:
+def largest(differences: Sequence[float], moved: Sequence[float]) -> float:
     """Return the largest gap of one token."""
-    return max(found)
+    return max(differences)
 
 
-def middle(found: Sequence[float], moved: Sequence[float]) -> float:
+def middle(differences: Sequence[float], moved: Sequence[float]) -> float:
     """Return the median gap over the half of the tokens with the largest `moved`.
 
     One NaN or infinite gap makes the result `NO_NUMBER`.
     """
-    if max(found) == NO_NUMBER:
+    if max(differences) == NO_NUMBER:
         return NO_NUMBER
     most = sorted(range(len(moved)), key=lambda at: -moved[at])[: (len(moved) + 1) // 2]
-    return statistics.median(found[at] for at in most)
+    return statistics.median(differences[at] for at in most)
 
 
 MEASURES: Mapping[str, Callable[[Sequence[float], Sequence[float]], float]] = {

@@ -115,15 +115,15 @@ class MeanSequence:
     def lower(self) -> float:
         """Return the largest candidate that the mean exceeds; 0 while there is none."""
         self._fill_grid()
-        found = float(self._grid_M[self._most_M[0] >= self._threshold].max(initial=0.0))
-        return max(found, self._above) if self.is_above else found
+        bound = float(self._grid_M[self._most_M[0] >= self._threshold].max(initial=0.0))
+        return max(bound, self._above) if self.is_above else bound
 
     @property
     def upper(self) -> float:
         """Return the smallest candidate that the mean is below; 1 while there is none."""
         self._fill_grid()
-        found = float(self._grid_M[self._most_M[1] >= self._threshold].min(initial=1.0))
-        return min(found, self._below) if self.is_below else found
+        bound = float(self._grid_M[self._most_M[1] >= self._threshold].min(initial=1.0))
+        return min(bound, self._below) if self.is_below else bound
 
     def _fill_grid(self) -> None:
         if not self._waiting:

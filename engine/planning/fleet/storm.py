@@ -57,16 +57,16 @@ class Compared:
 
 def compare(model: EngineModel) -> list[Compared]:
     """Return every figure of `MEASURED` beside what the model gives."""
-    found = {
+    simulated = {
         "saturation, requests a second": saturation(model),
         "warm p95 without a storm, s": calm_p95(model),
     }
     for count in (32, 256):
         for name, is_cold in (("resident", False), ("cold", True)):
             p95, ready_s = storm(model, count, is_cold)
-            found[f"{count} {name}: warm p95, s"] = p95
-            found[f"{count} {name}: to all first tokens, s"] = ready_s
-    return [Compared(name, value, found[name], fitted) for name, (value, fitted) in MEASURED.items()]
+            simulated[f"{count} {name}: warm p95, s"] = p95
+            simulated[f"{count} {name}: to all first tokens, s"] = ready_s
+    return [Compared(name, value, simulated[name], fitted) for name, (value, fitted) in MEASURED.items()]
 
 
 def _engine(model: EngineModel, chance: np.random.Generator) -> tuple[Any, SimulatedEngine]:
@@ -164,8 +164,8 @@ def fitted(model: EngineModel, rounds: int = 40) -> EngineModel:
         for name in names:
             for times in (factor, 1 / factor):
                 candidate = replace(best, **{name: getattr(best, name) * times})
-                if (found := loss(candidate)) < best_loss:
-                    best, best_loss = candidate, found
+                if (candidate_loss := loss(candidate)) < best_loss:
+                    best, best_loss = candidate, candidate_loss
         if best_loss == before:
             factor = 1 + (factor - 1) / 2
         if factor < 1.01:

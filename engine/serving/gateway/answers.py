@@ -49,9 +49,9 @@ class Choice:
 
     def outcome(self, is_json: bool) -> str | None:
         """Return how it ended, or None while it has not."""
-        found = ENDS.get(self.end or "")
-        if found != "ok":
-            return found
+        outcome = ENDS.get(self.end or "")
+        if outcome != "ok":
+            return outcome
         if self.is_refusal:
             return "refused"
         if not self.has_text:
@@ -108,10 +108,10 @@ class AnswerReader:
     @property
     def outcome(self) -> str | None:
         """The outcome of the worst choice; None while one has not ended, and for answers without choices."""
-        found = {choice.outcome(self._is_json) for choice in self._choices.values()}
-        if not found or None in found:
+        outcomes = {choice.outcome(self._is_json) for choice in self._choices.values()}
+        if not outcomes or None in outcomes:
             return None
-        return next((worst for worst in WORST_FIRST if worst in found), "ok")
+        return next((worst for worst in WORST_FIRST if worst in outcomes), "ok")
 
     def read(self, piece: bytes, is_last: bool = True) -> bytes:
         """Read events of a stream, or another piece of an answer that is read once it is whole.

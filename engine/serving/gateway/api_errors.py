@@ -83,10 +83,10 @@ def anthropic_body(status: int, message: str) -> dict[str, Any]:
 def translate(status: int, body: bytes, path: str) -> bytes:
     """Return an error of vLLM's in the form of the API; any other body as it is."""
     try:
-        found = orjson.loads(body)
+        fields = orjson.loads(body)
     except orjson.JSONDecodeError:
         return body
-    fault = found.get("error") if isinstance(found, dict) else None
+    fault = fields.get("error") if isinstance(fields, dict) else None
     if not isinstance(fault, Mapping) or not isinstance(fault.get("message"), str):
         return body
     message, param = fault["message"], fault.get("param")

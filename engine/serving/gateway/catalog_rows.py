@@ -275,10 +275,10 @@ class CatalogRows:
         """
 
         def read_there() -> Any:
-            found = read()
-            if found is None:
+            row = read()
+            if row is None:
                 raise NotFound("The catalog has no such row.")
-            return found
+            return row
 
         seen, absent = self.seen, self._absent.get(key)
         if absent is not None and self._absent.is_fresh(whose, absent[0]):
@@ -295,16 +295,16 @@ class CatalogRows:
         self.refuse_on_loop()
         seen = self.seen
         try:
-            found = read()
+            row = read()
         except ServiceError as error:
             raise self.unreadable(error) from None
-        if found is None:
+        if row is None:
             self._absent.put(key, seen, None)
             return None
         # Before the look, which may find that the row has changed since.
-        self._rows.put(key, seen, found)
+        self._rows.put(key, seen, row)
         self.look()
-        return found
+        return row
 
     def is_unread(self, key: Hashable) -> bool:
         """Return whether this row has changed and could not be read again."""

@@ -69,7 +69,7 @@ def constraints_of(body: Mapping[str, Any], key: Key) -> list[Constraint]:
     """
     if not FIELDS & body.keys():
         return []
-    found, size = [], 0
+    constraints, size = [], 0
     for kind, value in _values(body):
         if kind in GRAMMARS and not key.may(GRAMMAR_ROLE):
             raise Forbidden(
@@ -85,8 +85,8 @@ def constraints_of(body: Mapping[str, Any], key: Key) -> list[Constraint]:
         if size > MOST_BYTES:
             raise _refused("tools" if "tools" in body else kind, f"has over {MOST_BYTES} bytes")
         if not (len(text) <= PLAIN_BYTES and is_plain(kind, value)):
-            found.append(Constraint(kind, text))
-    return found
+            constraints.append(Constraint(kind, text))
+    return constraints
 
 
 def is_plain(kind: str, value: Any) -> bool:

@@ -70,8 +70,8 @@ def attach(app: FastAPI) -> None:
 
 async def marker(request: Request) -> Response:
     """Return versions, base and workers of this engine; 503 while it starts."""
-    found = getattr(request.app.state, "graftwork_marker", None)
-    return JSONResponse(found or {"error": "The engine is starting."}, 200 if found else 503)
+    marker = getattr(request.app.state, "graftwork_marker", None)
+    return JSONResponse(marker or {"error": "The engine is starting."}, 200 if marker else 503)
 
 
 async def ready(request: Request) -> Response:

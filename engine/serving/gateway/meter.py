@@ -141,10 +141,10 @@ class Account:
 def _bucket(
     buckets: dict[tuple[str, str], TokenBucket], name: tuple[str, str], capacity: float
 ) -> TokenBucket:
-    found = buckets.get(name)
-    if found is None or found.capacity != capacity:
-        found = buckets[name] = TokenBucket(capacity, capacity, time.monotonic())
-    return found
+    bucket = buckets.get(name)
+    if bucket is None or bucket.capacity != capacity:
+        bucket = buckets[name] = TokenBucket(capacity, capacity, time.monotonic())
+    return bucket
 
 
 class LoadShare:
@@ -248,13 +248,13 @@ class Meter:
         """Return the account of the call's rows; rows that have changed make a new one."""
         key, tenant = call.key, call.tenant
         assert key is not None
-        found = self._accounts.get(key.id)
-        if found is None or found.key is not key or found.tenant is not tenant:
-            found = self._accounts[key.id] = Account.of(key, tenant, self._buckets)
+        account = self._accounts.get(key.id)
+        if account is None or account.key is not key or account.tenant is not tenant:
+            account = self._accounts[key.id] = Account.of(key, tenant, self._buckets)
             if len(self._accounts) > MOST_ACCOUNTS:
                 # The buckets are kept beside it.
                 del self._accounts[next(iter(self._accounts))]
-        return found
+        return account
 
     def refuse_spent(self, call: Call) -> None:
         """Raise `LimitReached` where no request of this minute is left, before anything is read of it."""
@@ -344,7 +344,7 @@ class Meter:
 
     def headers(self, call: Call) -> list[Header]:
         """Return the headers that say what is left of the tightest limits of a minute."""
-        found: list[Header] = []
+        headers: list[Header] = []
         account = call.bill.account
         for (limit, remaining, reset), mine in zip(
             RATE_HEADERS, (account.requests, account.tokens), strict=True
@@ -352,12 +352,12 @@ class Meter:
             if mine:
                 tight = min(mine, key=left_of) if len(mine) > 1 else mine[0]
                 reset_s = (tight.capacity - tight.left) * 60 / tight.capacity if tight.capacity else 60.0
-                found += (
+                headers += (
                     (limit, b"%.0f" % tight.capacity),
                     (remaining, b"%d" % max(0.0, tight.left)),
                     (reset, b"%.3fs" % reset_s),
                 )
-        return found
+        return headers
 
     def settle(self, call: Call) -> None:
         """Record what a call used, and which revision answered it.
@@ -393,5 +393,5 @@ class Meter:
 
 def ceiling_of(*limits: Mapping[str, float]) -> float:
     """Return the tokens of a request that no wait makes these limits admit more than."""
-    found = (one for given in limits for name, one in given.items() if name.startswith("tokens_per_"))
-    return min(found, default=math.inf)
+    ceilings = (one for given in limits for name, one in given.items() if name.startswith("tokens_per_"))
+    return min(ceilings, default=math.inf)

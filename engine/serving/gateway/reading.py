@@ -232,11 +232,11 @@ def refuse_many_logprobs(body: Mapping[str, Any], prompt_tokens: int, size: Size
     of_prompt = max(_most(body, "prompt_logprobs"), of_output if body.get("echo") else 0)
     each = context if size.most_tokens is None else min(size.most_tokens, context)
     copies = size.samples // size.prompts if body.get("echo") else 1
-    found = prompt_tokens * of_prompt * copies + (size.samples - 1) * each * of_output
-    if found > MOST_LOGPROBS:
+    logprobs = prompt_tokens * of_prompt * copies + (size.samples - 1) * each * of_output
+    if logprobs > MOST_LOGPROBS:
         said = (
-            f"The request may ask for {found} log-probabilities of its prompts and further completions; the "
-            f"most is {MOST_LOGPROBS}. Ask for fewer, or in several requests."
+            f"The request may ask for {logprobs} log-probabilities of its prompts and further completions; "
+            f"the most is {MOST_LOGPROBS}. Ask for fewer, or in several requests."
         )
         raise Refused(
             400, said, "invalid_value", "prompt_logprobs" if "prompt_logprobs" in body else "logprobs"

@@ -84,9 +84,9 @@ def strings(most: int) -> Check:
     """Return a check for a string, or a list of at most `most`; of at most 4,096 characters together."""
 
     def check(value: Any) -> str | None:
-        found = [value] if isinstance(value, str) else value
-        is_list = isinstance(found, list) and len(found) <= most
-        if is_list and all(isinstance(one, str) for one in found) and sum(map(len, found)) <= 4096:
+        texts = [value] if isinstance(value, str) else value
+        is_list = isinstance(texts, list) and len(texts) <= most
+        if is_list and all(isinstance(one, str) for one in texts) and sum(map(len, texts)) <= 4096:
             return None
         return f"must be a string, or at most {most} of them, with 4096 characters together"
 

@@ -125,8 +125,8 @@ async def rollouts(body: Rollouts, raw_request: Request) -> Response:
     tokenizer = raw_request.app.state.engine_client.get_tokenizer()
     texts = tokenizer.batch_decode([sample.token_ids for sample in samples], skip_special_tokens=True)
     told = [_told(sample, text) for sample, text in zip(samples, texts, strict=True)]
-    found = [told[start : start + body.n] for start in range(0, len(told), body.n)]
-    answer = {"groups": found, "usage": usage_of(body.prompts, groups)}
+    groups_of_samples = [told[start : start + body.n] for start in range(0, len(told), body.n)]
+    answer = {"groups": groups_of_samples, "usage": usage_of(body.prompts, groups)}
     return Response(orjson.dumps(answer), media_type="application/json")
 
 

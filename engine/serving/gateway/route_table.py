@@ -99,8 +99,8 @@ class RouteTable(dict[str, Endpoint]):
 
     def __missing__(self, path: str) -> Endpoint:
         """Return the route of the paths below another one, if this is one of them."""
-        found = (one for one in ROUTES if one.is_prefix and path.startswith(one.path) and path != one.path)
-        return next(found, NOWHERE)
+        prefixes = (one for one in ROUTES if one.is_prefix and path.startswith(one.path) and path != one.path)
+        return next(prefixes, NOWHERE)
 
 
 ROUTE_OF = RouteTable({route.path: route for route in ROUTES if not route.is_prefix})

@@ -190,10 +190,10 @@ class Router:
     def instead_of(self, canary: Target) -> Target:
         """Return who answers in a canary's place: the champion, else the base."""
         route = self._route(canary.policy or "")
-        found = (
+        target = (
             self._follow(replace(route, canary=None), "") if route else Target(canary.policy, None, "base")
         )
-        return replace(found, arm=FALLBACK)
+        return replace(target, arm=FALLBACK)
 
     async def admit(
         self, model: str, unit: str, purpose: str = "user", key: Key | None = None, looks: bool = True
@@ -236,18 +236,18 @@ class Router:
         `may_be_old`.
         """
         self.rows.look()
-        found = self._standing(policy, digest).revision
-        self._refuse_other_base(found)
+        revision = self._standing(policy, digest).revision
+        self._refuse_other_base(revision)
         if not may_be_old and self.rows.is_unread(_row_of(policy, digest)):
             raise ServiceError(f"The catalog row of {served_name(policy, digest)} is unreadable. Try again.")
-        return found
+        return revision
 
     def canary(self, policy: str, digest: str) -> Revision:
         """Return a canary's revision as `revision` does. Raises `Gone` when it has a tombstone by now."""
-        found = self.revision(policy, digest)
+        revision = self.revision(policy, digest)
         if self._has_tombstone(policy, digest):
             raise Gone(f"{served_name(policy, digest)} was rolled back.")
-        return found
+        return revision
 
     def in_quarantine(self, revisions: Iterable[Revision]) -> set[tuple[str, str]]:
         """Return (policy, digest) of those revisions that are in quarantine: their bytes are damaged."""
@@ -282,7 +282,7 @@ class Router:
 
     def _read_released(self) -> frozenset[tuple[str, str]]:
         self.rows.refuse_on_loop()
-        found = set()
+        revisions: set[tuple[str, str]] = set()
         for release in self._catalog.releases.all(open_only=True):
             route = self._route(release.policy)
             if route is None:
@@ -292,8 +292,9 @@ class Router:
             # Before its approval only probe and scorer use a candidate, and they can wait.
             candidate = release.revision if release.step in WARM_STEPS else None
             digests = (route.canary, candidate, route.champion, release.baseline)
-            found |= {(release.policy, one) for one in digests if one and self._is_ours(release.policy, one)}
-        return frozenset(found)
+            ours = (one for one in digests if one and self._is_ours(release.policy, one))
+            revisions.update((release.policy, one) for one in ours)
+        return frozenset(revisions)
 
     def _is_ours(self, policy: str, digest: str) -> bool:
         """Return whether a revision is not known to be of another base, which other engines serve."""
@@ -337,11 +338,11 @@ class Router:
             except ServiceError as error:
                 raise self.rows.unreadable(error) from None
         asked = _row_of(policy, digest)
-        found: Standing = self.rows.read(policy, asked, read)
-        if len(digest) < len(found.revision.digest):
+        standing: Standing = self.rows.read(policy, asked, read)
+        if len(digest) < len(standing.revision.digest):
             # The gateway looks up the whole digest next.
-            self.rows.share(asked, _row_of(policy, found.revision.digest))
-        return found
+            self.rows.share(asked, _row_of(policy, standing.revision.digest))
+        return standing
 
     def _refuse_other_base(self, revision: Revision) -> None:
         if revision.base != self._base_digest:
@@ -378,12 +379,12 @@ class Router:
         return Target(route.policy, None, "base", route.version, route.plain_units)
 
 
-def withheld_for(found: Standing) -> str | None:
+def withheld_for(standing: Standing) -> str | None:
     """Return why a revision is not served (rolled back or retired), or None if it is."""
-    if found.tombstone is not None:
-        return f"was rolled back: {found.tombstone} `graftwork lift` makes it available again."
-    if found.revision.retired_at is not None:
-        reason = found.revision.retired_reason
+    if standing.tombstone is not None:
+        return f"was rolled back: {standing.tombstone} `graftwork lift` makes it available again."
+    if standing.revision.retired_at is not None:
+        reason = standing.revision.retired_reason
         return f"was retired: {reason} `graftwork adapters unretire` makes it available again."
     return None
 

@@ -117,14 +117,14 @@ def _told(sample: CompletionOutput) -> dict[str, Any]:
 
 def _of_prompt(body: Samples, answer: RequestOutput) -> dict[str, Any]:
     """Return the prompt's log-probabilities and their alternatives, None where there are none."""
-    found = answer.prompt_logprobs
+    logprobs = answer.prompt_logprobs
     own: list[float | None] | None = None
     others: list[list[tuple[int, float]] | None] | None = None
-    if isinstance(found, FlatLogprobs):
+    if isinstance(logprobs, FlatLogprobs):
         # A position's first entry is the prompt's token, then come the most likely ones; the first has none.
-        spans = list(zip(found.start_indices, found.end_indices, strict=True))
-        own = [found.logprobs[begin] if begin < end else None for begin, end in spans]
+        spans = list(zip(logprobs.start_indices, logprobs.end_indices, strict=True))
+        own = [logprobs.logprobs[begin] if begin < end else None for begin, end in spans]
         if body.topk_prompt_logprobs:
-            pairs = list(zip(found.token_ids, found.logprobs, strict=True))
+            pairs = list(zip(logprobs.token_ids, logprobs.logprobs, strict=True))
             others = [pairs[begin + 1 : end] if begin < end else None for begin, end in spans]
     return {"prompt_logprobs": own if body.prompt_logprobs else None, "topk_prompt_logprobs": others}

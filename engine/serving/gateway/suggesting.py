@@ -43,11 +43,11 @@ class Suggester:
             return NotFound(f"Unknown model {model[:SHOWN]!r}.")
         self._running += 1
         try:
-            found = await self._in_thread(self._find, model, patterns)
+            error = await self._in_thread(self._find, model, patterns)
         finally:
             self._running -= 1
-        self._kept.put((model, patterns), change, (str(found), found.nearest))
-        return found
+        self._kept.put((model, patterns), change, (str(error), error.nearest))
+        return error
 
     def _find(self, model: str, patterns: tuple[str, ...]) -> NotFound:
         policy, digest = split_served_name(model)

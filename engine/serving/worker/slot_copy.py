@@ -169,30 +169,30 @@ class Runs:
         for first, last in pairwise(self.cuts):
             left = vectors[first:last]
             while len(left):
-                found = preadv(descriptor, left, offset + done)
-                if not found:
+                count = preadv(descriptor, left, offset + done)
+                if not count:
                     raise OSError(errno.EIO, f"the file ends after {done} of {wanted} bytes")
-                done += found
-                left = _after(left, found)
+                done += count
+                left = _after(left, count)
 
 
 def preadv(descriptor: int, vectors: NDArray[np.uint64], offset: int) -> int:
     """Read into `vectors` (N, 2: address, bytes); return the number of bytes, 0 at the end of the file."""
     while True:
-        found: int = LIBC.preadv(descriptor, vectors.ctypes.data, len(vectors), offset)
-        if found >= 0:
-            return found
+        count: int = LIBC.preadv(descriptor, vectors.ctypes.data, len(vectors), offset)
+        if count >= 0:
+            return count
         if ctypes.get_errno() != errno.EINTR:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _after(vectors: NDArray[np.uint64], found: int) -> NDArray[np.uint64]:
+def _after(vectors: NDArray[np.uint64], count: int) -> NDArray[np.uint64]:
     """Return the rest of `vectors` after `found` bytes; a partly filled vector is changed in place."""
     ends = np.cumsum(vectors[:, 1])
-    full = int(np.searchsorted(ends, np.uint64(found), side="right"))
+    full = int(np.searchsorted(ends, np.uint64(count), side="right"))
     left = vectors[full:]
     if len(left):
-        begun = np.uint64(found) - (ends[full - 1] if full else np.uint64(0))
+        begun = np.uint64(count) - (ends[full - 1] if full else np.uint64(0))
         left[0, 0] += begun
         left[0, 1] -= begun
     return left

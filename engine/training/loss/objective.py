@@ -95,18 +95,18 @@ def masks(tokens: Tokens, gap_T: Tensor, config: LossConfig) -> dict[str, Tensor
     kills stability", 2025; as in GSPO, arXiv 2507.18071, equation 7).
     icepop: tokens whose rho is outside the band (Ring-1T, arXiv 2510.18855).
     """
-    found: dict[str, Tensor] = {}
+    masks: dict[str, Tensor] = {}
     if config.outlier:
         far_T = outside(gap_T, bound(config.outlier, OUTLIER))
-        found["outlier"] = tokens.means(far_T.float()) > 0
+        masks["outlier"] = tokens.means(far_T.float()) > 0
     if config.geometric:
-        found["geometric"] = outside(tokens.means(gap_T), bound(config.geometric, GEOMETRIC))
+        masks["geometric"] = outside(tokens.means(gap_T), bound(config.geometric, GEOMETRIC))
     if config.icepop:
-        found["icepop"] = outside(gap_T, bound(config.icepop, ICEPOP))
+        masks["icepop"] = outside(gap_T, bound(config.icepop, ICEPOP))
     before_T = torch.zeros_like(gap_T, dtype=torch.bool)
-    for reason, mask_T in found.items():
-        found[reason], before_T = mask_T & ~before_T, before_T | mask_T
-    return found
+    for reason, mask_T in masks.items():
+        masks[reason], before_T = mask_T & ~before_T, before_T | mask_T
+    return masks
 
 
 def outside(gap_T: Tensor, band: Band) -> Tensor:

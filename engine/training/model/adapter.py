@@ -85,11 +85,11 @@ def by_pattern(names: Collection[str], default: Number, patterns: Mapping[str, N
 
 def ranks_at(sites: Mapping[str, Site], tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the rank of canonical tensors at each site that has any."""
-    found = {
+    ranks = {
         name: max((len(tensors[key]) for key in site.keys("lora_A") if key in tensors), default=0)
         for name, site in sites.items()
     }
-    return {name: rank for name, rank in found.items() if rank}
+    return {name: rank for name, rank in ranks.items() if rank}
 
 
 @dataclass(frozen=True)
@@ -172,16 +172,16 @@ class Adapter:
         for key, part, site in places:
             if key not in tensors:
                 continue
-            found, axis = tensors[key], 0 if key.endswith("lora_A") else 1
-            if found.shape[axis] > part.shape[axis]:
+            tensor, axis = tensors[key], 0 if key.endswith("lora_A") else 1
+            if tensor.shape[axis] > part.shape[axis]:
                 raise AdapterError(
-                    f"The tensor {key} has rank {found.shape[axis]}, but the session has "
+                    f"The tensor {key} has rank {tensor.shape[axis]}, but the session has "
                     f"rank {part.shape[axis]} there. Raise `rank`."
                 )
             if axis == 0:
-                part[: len(found)] = found
+                part[: len(tensor)] = tensor
             else:
-                part[:, : found.shape[1]] = found.float() / self.scales[site.name]
+                part[:, : tensor.shape[1]] = tensor.float() / self.scales[site.name]
 
     def _stacks(self) -> Iterator[tuple[str, Tensor, Site]]:
         """Yield each factor's side, its values in the canonical axis order, and its site."""

@@ -57,15 +57,15 @@ class LoRAMatmul(Function):
         x_TI, weight_OI, *saved = ctx.saved_tensors
         count = len(ctx.spans)
         factors, hidden = saved[: 2 * count], saved[2 * count :]
-        dy_TO, found = grads[0], list[Tensor | None]()
+        dy_TO, factor_grads = grads[0], list[Tensor | None]()
         dx_TI = dy_TO @ weight_OI if ctx.needs_input_grad[0] else None
         parts = zip(ctx.spans, ctx.scales, factors[::2], factors[1::2], hidden, strict=True)
         for span, scale, a_RI, b_OR, h_TR in parts:
             dh_TR = dy_TO[span] @ served(b_OR, scale, dy_TO.dtype)
             if dx_TI is not None:
                 dx_TI[span].addmm_(dh_TR, a_RI.to(dy_TO.dtype))
-            found += [(dh_TR.T @ x_TI[span]).float(), (dy_TO[span].T @ h_TR).float() * scale]
-        return dx_TI, None, None, None, None, *found
+            factor_grads += [(dh_TR.T @ x_TI[span]).float(), (dy_TO[span].T @ h_TR).float() * scale]
+        return dx_TI, None, None, None, None, *factor_grads
 
 
 def served(b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -85,10 +85,10 @@ class SlottedLinear(nn.Module):
 
     def switch(self, name: str, parts: Sequence[Part]) -> None:
         """Activate the adapters of `parts` that have factors at `name`, this module's path."""
-        found = [(part.span, pair) for part in parts if (pair := part.adapter.pair(name))]
-        self.spans = [span for span, _ in found]
-        self.scales = [scale for _, (_, _, scale) in found]
-        self.factors = [factor for _, (a, b, _) in found for factor in (a, b)]
+        pairs = [(part.span, pair) for part in parts if (pair := part.adapter.pair(name))]
+        self.spans = [span for span, _ in pairs]
+        self.scales = [scale for _, (_, _, scale) in pairs]
+        self.factors = [factor for _, (a, b, _) in pairs for factor in (a, b)]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return y (..., O) of x (..., I) in the base's dtype."""
@@ -111,8 +111,8 @@ class ChosenLogprobs(Function):
         # Parts of equal size: a product of very few rows would round differently.
         count = -(-len(chosen_T) // HEAD_TOKENS)
         parts = zip(hidden_TH.tensor_split(count), chosen_T.tensor_split(count), strict=True)
-        found = [_chunk(*part, weight_VH, bias_V, ctx.needs_input_grad[0]) for part in parts]
-        logprob_T, entropy_T, slope_TH = (torch.cat(column) for column in zip(*found, strict=True))
+        columns = [_chunk(*part, weight_VH, bias_V, ctx.needs_input_grad[0]) for part in parts]
+        logprob_T, entropy_T, slope_TH = (torch.cat(column) for column in zip(*columns, strict=True))
         ctx.save_for_backward(slope_TH)
         ctx.mark_non_differentiable(entropy_T)
         return logprob_T, entropy_T

@@ -189,7 +189,7 @@ class ResidentBase:
         stream = rows
         if self.has_routers:
             self.replay.lay(stream.routes, self.device)
-        found = self.model.get_decoder()(
+        output = self.model.get_decoder()(
             stream.tokens[None],
             position_ids=stream.positions[None],
             use_cache=False,
@@ -197,7 +197,7 @@ class ResidentBase:
         )
         if self.has_routers:
             self.replay.count(stream.before)
-        return found.last_hidden_state[0].index_select(0, stream.before), stream.chosen
+        return output.last_hidden_state[0].index_select(0, stream.before), stream.chosen
 
     def _padded(self, rows: Sequence[TokenRow]) -> tuple[Tensor, Tensor]:
         """Return `hidden` for rows padded on the right, where causal attention ignores the padding."""
@@ -259,8 +259,8 @@ class ResidentBase:
         with switched:
             new_T, entropy_T = self.logprobs_and_entropy(rows)
             routed = self.replay.take() if self.has_routers else (0, 0)
-            found = zip(new_T.split(sizes), entropy_T.split(sizes), base_parts, strict=True)
-            gradient_T = torch.cat([*judge([(*values, routed) for values in found])])
+            parts_of_rows = zip(new_T.split(sizes), entropy_T.split(sizes), base_parts, strict=True)
+            gradient_T = torch.cat([*judge([(*values, routed) for values in parts_of_rows])])
             # Where no token teaches, the backward pass would add zeros.
             if gradient_T.any():
                 new_T.backward(gradient_T)  # type: ignore[no-untyped-call]
@@ -333,9 +333,9 @@ class ResidentBase:
             stopping_criteria=StoppingCriteriaList([ended]),
         )
         rows = []
-        for prompt, found in zip(asked, found_BS[:, width:].tolist(), strict=True):
-            count = next((at for at, token in enumerate(found, 1) if token in ends), len(found))
-            rows.append(TokenRow((*prompt, *found[:count]), len(prompt)))
+        for prompt, sampled in zip(asked, found_BS[:, width:].tolist(), strict=True):
+            count = next((at for at, token in enumerate(sampled, 1) if token in ends), len(sampled))
+            rows.append(TokenRow((*prompt, *sampled[:count]), len(prompt)))
         return rows
 
     @contextmanager

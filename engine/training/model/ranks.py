@@ -64,15 +64,15 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order, on rank 0; empty on the others."""
-        found = [None] * self.count if self.number == 0 else None
-        dist.gather_object(value, found, 0, group=self._messages)
-        return found or []
+        values = [None] * self.count if self.number == 0 else None
+        dist.gather_object(value, values, 0, group=self._messages)
+        return values or []
 
     def every(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order, on every rank."""
-        found: list[Any] = [None] * self.count
-        dist.all_gather_object(found, value, group=self._messages)
-        return found
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, group=self._messages)
+        return values
 
     def lead(self) -> None:
         """Begin to show the others that rank 0 lives."""

@@ -76,8 +76,8 @@ class ShardedBase(ResidentBase):
 
     def logprobs_and_entropy(self, rows: Sequence[TokenRow] | Stream) -> tuple[Tensor, Tensor]:
         """Return what the resident base returns; every rank calls it at the same time."""
-        found: tuple[Tensor, Tensor] = self.model.logprobs_of(rows)
-        return found
+        values: tuple[Tensor, Tensor] = self.model.logprobs_of(rows)
+        return values
 
     def parameter_bytes(self) -> list[int]:
         """Return the bytes of the base's parameters that each rank holds."""
