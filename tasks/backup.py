@@ -115,7 +115,7 @@ def backup(
         _copy_segments(params, staging, writer, _before(place))
         _copy_files(params, writer)
         manifest = BackupManifest(
-            FORMAT, code_version(), time.time(), catalog.id, SCHEMA_VERSION, ledger_schema(), mlflow,
+            FORMAT, code_version(), time.time(), catalog.id, SCHEMA_VERSION, ledger_schemas()[1], mlflow,
             tuple(writer.files),
         )  # fmt: skip
         hold()
@@ -245,11 +245,12 @@ def _copy_ledger(params: Params, catalog: Catalog, writer: BackupWriter) -> None
     writer.add_again("state/ledger.duckdb", "state/ledger.snapshot.duckdb")
 
 
-def ledger_schema() -> int:
-    """Return the newest version of the ledger's schema that this code knows."""
+def ledger_schemas() -> tuple[int, int]:
+    """Return the oldest and the newest version of the ledger's schema that this code knows."""
     from engine.ledger.ledger import MIGRATIONS
 
-    return max(int(file.name[:4]) for file in MIGRATIONS.glob("*.sql"))
+    versions = [int(file.name[:4]) for file in MIGRATIONS.glob("*.sql")]
+    return min(versions), max(versions)
 
 
 def _before(place: BackupPlace) -> dict[str, StoredFile]:

@@ -19,8 +19,9 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DatabaseError, InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from engine.catalog.records import SCHEMA_VERSION
+from engine.catalog.records import OLDEST_SCHEMA, SCHEMA_VERSION
 from engine.errors import ConfigError, NotFound, ServiceError
+from engine.version import UPGRADE_FIRST
 
 BUSY_TIMEOUT_MS = 15_000
 STATEMENT_TIMEOUT_MS = 120_000
@@ -90,6 +91,8 @@ def schema_fault(label: str, found: str) -> str:
             f"{told} A newer version of Graftwork shares it: upgrade this installation. What runs already "
             "goes on; nothing was changed."
         )
+    if found < OLDEST_SCHEMA:
+        return f"{told} {UPGRADE_FIRST}"
     return f"{told} Start an engine or the controller of this version once: it migrates the catalog."
 
 

@@ -33,9 +33,9 @@ from engine.training.service.session_deletion import LEASE_S
 from flows.cli import app
 from tasks import purge as purging
 from tasks.purged_names import reuse_purged_name
-from tests.helpers.catalog_migrations import upgrade_to
 from tests.helpers.kept_adapters import BASE, add_policy, keep, settings
 from tests.helpers.live import eventually
+from tests.helpers.state_of_265b009 import leave_catalog_of_265b009
 
 # What must be in no file afterwards; random, so that no compression hides it.
 SECRET = os.urandom(600).hex()
@@ -339,7 +339,7 @@ def test_a_purged_name_is_taken_again_only_on_purpose(params, catalog, monkeypat
 
 def test_a_catalog_of_an_older_version_is_brought_to_the_newest_schema_first(params):
     params.state_dir.mkdir()
-    upgrade_to(params.paths.catalog_url, "0002")
+    leave_catalog_of_265b009(params.paths.catalog_url)
     reuse_purged_name(params, "sums", "me", False)
     with closing(whole_catalog(params.paths.catalog_url)) as catalog:
         assert catalog.purges.find("sums") is None
