@@ -10,8 +10,6 @@ The manifest is written last, and alone makes a backup. What a kill leaves are p
 backup to the same place uses or removes.
 """
 
-import fcntl
-import os
 import socket
 import sqlite3
 import time
@@ -31,6 +29,7 @@ from engine.catalog.opening import open_catalog
 from engine.catalog.records import SCHEMA_VERSION
 from engine.clients.controller import ControllerClient
 from engine.errors import ConfigError, Conflict, DamagedBytes, NotFound, ServiceError
+from engine.file_lock import alone_in
 from engine.settings.params import Params, Paths
 from engine.store.open import open_store
 from engine.threads import PeriodicThread
@@ -140,20 +139,15 @@ def _staging(paths: Paths) -> Iterator[Path]:
     """Yield an empty directory for copies of databases; `Conflict` while another backup runs here."""
     folder = paths.root / STAGING
     folder.mkdir(mode=0o700, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Conflict(f"Another backup of {paths.root} is running. Wait for its end.") from None
+    with alone_in(folder) as is_alone:
+        if not is_alone:
+            raise Conflict(f"Another backup of {paths.root} is running. Wait for its end.")
         try:
             # A kill leaves what it held.
             _empty(folder)
             yield folder
         finally:
             _empty(folder)
-    finally:
-        os.close(handle)
 
 
 def _empty(folder: Path) -> None:

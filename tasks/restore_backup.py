@@ -6,9 +6,7 @@ transaction before that. What a kill leaves is used by the next restore of the s
 It begins with what it undoes: a backup is older than the decisions that were made after it.
 """
 
-import fcntl
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -34,6 +32,7 @@ from engine.catalog.copying import copy_catalog, require_empty
 from engine.catalog.opening import whole_catalog
 from engine.catalog.records import OLDEST_SCHEMA, SCHEMA_VERSION
 from engine.errors import ConfigError, Conflict, GraftworkError, MissingBytes, ServiceError
+from engine.file_lock import alone_in
 from engine.files import replacing, sync, write_whole
 from engine.settings.params import Params
 from engine.store.open import open_store
@@ -231,12 +230,9 @@ def _draft_of(state_dir: Path, backup: str, manifest: BackupManifest) -> Iterato
     marker = draft / MARKER
     names = {MARKER, f"store/{CATALOG_ID}"} | {file.name.removeprefix("state/") for file in manifest.files}
     draft.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle = os.open(draft, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Conflict(f"Another restore to {state_dir} is running. Wait for its end.") from None
+    with alone_in(draft) as is_alone:
+        if not is_alone:
+            raise Conflict(f"Another restore to {state_dir} is running. Wait for its end.")
         if any(draft.iterdir()) and not marker.is_file():
             raise Conflict(f"{draft} is in the way, and no restore has made it. Move it away.")
         goes_on = marker.is_file() and json.loads(marker.read_text())["backup"] == backup
@@ -249,8 +245,6 @@ def _draft_of(state_dir: Path, backup: str, manifest: BackupManifest) -> Iterato
             if path.relative_to(draft).as_posix() not in names:
                 path.unlink()
         yield draft, goes_on
-    finally:
-        os.close(handle)
 
 
 def _bring_store(

@@ -8,7 +8,6 @@ files (`sender.py`).
 """
 
 import contextlib
-import fcntl
 import os
 import threading
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 import orjson
 
+from engine.file_lock import create_locked, has_holder
 from engine.threads import Work
 
 ROTATE_S = 0.25
@@ -110,18 +110,10 @@ class Spool:
         threading.Thread(target=self._rotate_often, name="spool", daemon=True).start()
 
     def _open(self) -> None:
-        # Locked before it gets the name that readers look for: they never see it unlocked.
         name = f"{self._writer}-{os.getpid()}-{uuid.uuid4()}"
-        fresh = self.root / f"{name}.new"
-        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._path = fresh.rename(self.root / f"{name}.open")
-        except OSError:
-            os.close(fd)
-            fresh.unlink(missing_ok=True)
-            raise
-        self._fd, self._size = fd, 0
+        path = self.root / f"{name}.open"
+        self._fd, self._size = create_locked(self.root / f"{name}.new", path, os.O_APPEND), 0
+        self._path = path
 
     def _rotate_often(self) -> None:
         works: list[tuple[Work, Callable[[], object]]] = [(Work(f"spool-{self._writer}"), self.rotate)]
@@ -145,7 +137,7 @@ def ready_files(root: Path) -> list[Path]:
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > OLDEST_NEW_S:
                     path.unlink()
-        elif path.suffix == ".jsonl" or (path.suffix == ".open" and _writer_is_dead(path)):
+        elif path.suffix == ".jsonl" or (path.suffix == ".open" and not has_holder(path, gone=True)):
             try:
                 found.append((path.stat().st_mtime_ns, path))
             except FileNotFoundError:
@@ -159,12 +151,3 @@ def read_lines(path: Path) -> Iterator[bytes]:
     for line in path.read_bytes().splitlines(keepends=True):
         if line.endswith(b"\n"):
             yield line
-
-
-def _writer_is_dead(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (BlockingIOError, FileNotFoundError):
-        return False
-    return True
