@@ -57,7 +57,7 @@ def test_every_kind_of_change_is_there(filled: Catalog) -> None:
     filled.tombstones.add("sorting", NEW, "bad", "ada")
     filled.tombstones.lift("sorting", NEW, "ada", "good")
     filled.lifecycle.retire("sorting", NEW, "ada", "old")
-    filled.lifecycle.unretire("sorting", NEW, "ada", "new")
+    filled.lifecycle.retire("sorting", NEW, "ada", "new", back=True)
     filled.policies.add(replace(filled.policies.get("sorting"), config={"rank": 4}))
     filled.purges.run("sorting", "ada", 5.0)
     assert {

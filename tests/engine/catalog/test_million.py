@@ -270,7 +270,7 @@ def test_a_retired_revision_is_not_routed(catalog: Catalog) -> None:
     catalog.releases.update("r1", 0, state="held")
     with pytest.raises(Conflict, match="is retired"):
         catalog.releases.add(make_release("r2", digest(2)))
-    back = catalog.lifecycle.unretire("sorting", digest(2), "ben", "Still good.")
+    back = catalog.lifecycle.retire("sorting", digest(2), "ben", "Still good.", back=True)
     assert (back.retired_at, back.retired_by, back.retired_reason) == (None, "ben", "Still good.")
     catalog.routes.update(Route("sorting", champion=digest(2)), 1)
     with pytest.raises(NotFound):
@@ -359,7 +359,7 @@ def test_gateways_hear_of_what_changed_alone(catalog: Catalog, monkeypatch: pyte
         "add_release": lambda: catalog.releases.add(make_release("r1", digest(1))),
         "update_release": lambda: catalog.releases.update("r1", 0, state="held"),
         "retire": lambda: catalog.lifecycle.retire("sorting", digest(2), "ann", "Old."),
-        "unretire": lambda: catalog.lifecycle.unretire("sorting", digest(2), "ann", "Good."),
+        "unretire": lambda: catalog.lifecycle.retire("sorting", digest(2), "ann", "Good.", back=True),
         "quarantine": lambda: catalog.quarantine.add("sorting", digest(4), "The checksum differs."),
         "expire": lambda: (
             catalog.lifecycle.set_expiry("sorting", digest(3), 1.0),
