@@ -10,12 +10,12 @@ from typing import Any
 
 import duckdb
 
-from engine.adapters.manifests import named_base, stored_manifest
+from engine.adapters.manifests import stored_manifest
 from engine.catalog.opening import open_catalog
 from engine.ledger.ledger import open_snapshot
 from engine.ledger.queries import latest_scores, named_rows
 from engine.quality.estimate import Difference, interval, paired_difference
-from engine.settings.params import DIGEST12, Params
+from engine.settings.params import Params
 from engine.training.service.train_step import TrainStep
 
 VERDICTS = """
@@ -52,22 +52,16 @@ class VerdictRow:
 
 @dataclass(frozen=True)
 class VersionFacts:
-    """What a revision's page shows; `steps` are those of the training that produced it, in order.
-
-    `named_base` is another base than `base_name` that an imported adapter names as its own.
-    """
+    """What a revision's page shows; `steps` are those of the training that produced it, in order."""
 
     policy: str
     digest: str
     parent: str | None
     champion: str | None
     suite: str
-    rank: int
     bytes: int
     probe: dict[str, Any]
     children: tuple[str, ...] = ()
-    named_base: str = ""
-    base_name: str = ""
     score: MeanScore | None = None
     parent_score: MeanScore | None = None
     champion_score: MeanScore | None = None
@@ -102,12 +96,10 @@ def gather(params: Params, policy: str, digest: str) -> VersionFacts:
         champion = catalog.routes.get(policy).champion
         children = tuple(child.digest for child in catalog.listing.children(policy, revision.digest))
         config = catalog.policies.get(policy).config
-        base_name = catalog.bases.names().get(revision.base, revision.base[:DIGEST12])
     fixed: dict[str, Any] = {
         "policy": policy, "digest": revision.digest, "parent": revision.parent, "champion": champion,
-        "suite": str(config.get("suite", "")), "rank": revision.rank, "bytes": revision.bytes,
-        "probe": revision.probe or {}, "children": children, "base_name": base_name,
-        "named_base": named_base(params.paths.revision(policy, revision.digest)),
+        "suite": str(config.get("suite", "")), "bytes": revision.bytes,
+        "probe": revision.probe or {}, "children": children,
     }  # fmt: skip
     if not params.paths.ledger_snapshot.is_file():
         return VersionFacts(**fixed)
