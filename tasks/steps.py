@@ -22,15 +22,16 @@ from engine.settings.policies import PolicyConfig
 from tasks import nightly, publish
 from tasks import release as plain_release
 from tasks import verify as verification
+from tasks.progress import both, log_collapse
 
 if TYPE_CHECKING:
     from engine.training.loop import Trained
     from tasks.general import Perplexity
     from tasks.score import Score
 
-verify = task(verification.verify, name="verify", task_run_name="verify {policy}", cache_policy=NO_CACHE)
-due_policies = task(nightly.due_policies, name="due policies", cache_policy=NO_CACHE)
-write_report = task(publish.write_report, name="write report", cache_policy=NO_CACHE)
+verify = task(name="verify", task_run_name="verify {policy}", cache_policy=NO_CACHE)(verification.verify)
+due_policies = task(name="due policies", cache_policy=NO_CACHE)(nightly.due_policies)
+write_report = task(name="write report", cache_policy=NO_CACHE)(publish.write_report)
 OnStep = Callable[[Mapping[str, Any]], None]
 LAZY = (
     "transformers:PreTrainedTokenizerFast",
@@ -70,7 +71,6 @@ def train(params: Params, policy: str, config: PolicyConfig, key: str, on_step: 
     """Train a policy with GRPO on the resident base and export its revision."""
     from engine.training import loop
     from engine.training.several_engines import Engines
-    from tasks.progress import both, log_collapse
     from tasks.tracking import tracked
 
     with tracked(params, policy) as track:
@@ -132,12 +132,11 @@ def _once_a_run(context: TaskRunContext, _parameters: Mapping[str, Any]) -> str:
 
 
 start_release = task(
-    plain_release.start_release,
     name="start release",
     task_run_name="start release of {form.policy}",
     cache_key_fn=_once_a_run,
     persist_result=True,
-)
+)(plain_release.start_release)
 
 
 @task(name="wait for verdict", cache_policy=NO_CACHE)

@@ -242,6 +242,11 @@ class Access:
         changed = {name: value for name, value in values.items() if name not in key}
         return self.insert(table).values(**values).on_conflict_do_update(index_elements=key, set_=changed)
 
+    def change(self, statement: Any) -> int:
+        """Execute one statement as a write transaction; return how many rows it has changed."""
+        with self.write() as connection:
+            return connection.execute(statement).rowcount
+
     def one(self, kind: type[Row], query: Select[Any]) -> Row | None:
         """Return a query's one row as this dataclass; None when there is none."""
         with self.read() as connection:
@@ -252,6 +257,13 @@ class Access:
         """Return a query's rows as this dataclass."""
         with self.read() as connection:
             return [kind(**row._mapping) for row in connection.execute(query)]
+
+
+class CatalogPart:
+    """A part of an open catalog, such as its keys."""
+
+    def __init__(self, access: Access):
+        self._access = access
 
 
 def database(url: str) -> URL:

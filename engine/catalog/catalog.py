@@ -4,7 +4,7 @@ Safe for several processes at once: every change is one transaction; routes and 
 compare-and-swap.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, Self
@@ -216,11 +216,3 @@ class Catalog:
     def close(self) -> None:
         """Close all connections."""
         self.access.close()
-
-    def base(self, digest: str) -> Base:
-        """Return a base; the same as `bases.get`."""
-        return self.bases.get(digest)
-
-    def add_policies(self, policies: Iterable[Policy], again: bool = False) -> None:
-        """Add policies; the same as `policies.add_many`."""
-        self.policies.add_many(policies, again)

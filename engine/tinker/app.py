@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from engine.catalog.catalog import Key
 from engine.catalog.opening import open_catalog
-from engine.catalog.tinker import TinkerCheckpoint, TinkerModel
+from engine.catalog.tinker import TinkerCheckpoint, TinkerModel, TinkerSampler, TinkerSession
 from engine.errors import Busy, ConfigError, GraftworkError, NotFound
 from engine.logs import set_up
 from engine.security.http import HEALTH, server_options, trusted
@@ -119,11 +119,11 @@ def _add_session_routes(app: FastAPI, models: Models, caller: Any) -> None:
 
     @app.get("/api/v1/sessions/{id}")
     async def session(id: str, key: caller) -> dict[str, Any]:
-        found = await models.ask(models.index.session, key.owner, id)
+        found = await models.ask(models.index.find, TinkerSession, key.owner, id)
         if found is None:
             raise NotFound("There is no such session.")
-        trained = await models.ask(models.index.models_of, key.owner, id)
-        sampled = await models.ask(models.index.samplers_of, key.owner, id)
+        trained = await models.ask(models.index.all_of, TinkerModel, key.owner, "session", id)
+        sampled = await models.ask(models.index.all_of, TinkerSampler, key.owner, "session", id)
         return {
             "training_run_ids": [one.id for one in trained],
             "sampler_ids": [one.id for one in sampled],
@@ -220,7 +220,7 @@ def _add_checkpoint_routes(app: FastAPI, models: Models, caller: Any) -> None:
 
     @app.get(runs)
     async def training_runs(key: caller, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
-        page, total = await models.ask(models.index.models, key.owner, limit, offset)
+        page, total = await models.ask(models.index.page, TinkerModel, key.owner, limit, offset)
         told = [await models.ask(_run, models, model) for model in page if key.sees(model.policy)]
         return {"training_runs": told, "cursor": {"offset": offset, "limit": limit, "total_count": total}}
 
@@ -231,12 +231,12 @@ def _add_checkpoint_routes(app: FastAPI, models: Models, caller: Any) -> None:
     @app.get(runs + "/{model}/checkpoints")
     async def checkpoints_of(model: str, key: caller) -> dict[str, Any]:
         await _model(models, key, model)
-        rows = await models.ask(models.index.checkpoints_of, key.owner, model)
+        rows = await models.ask(models.index.all_of, TinkerCheckpoint, key.owner, "model", model)
         return {"checkpoints": [_checkpoint(row) for row in rows]}
 
     @app.get("/api/v1/checkpoints")
     async def checkpoints(key: caller, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
-        page, total = await models.ask(models.index.checkpoints, key.owner, limit, offset)
+        page, total = await models.ask(models.index.page, TinkerCheckpoint, key.owner, limit, offset)
         cursor = {"offset": offset, "limit": limit, "total_count": total}
         if key.policies:
             page = await models.ask(models.seen_by, key, page)
@@ -290,7 +290,7 @@ async def _model(models: Models, key: Key, id: str) -> TinkerModel:
 
 def _run(models: Models, model: TinkerModel) -> dict[str, Any]:
     """Describe a model as a training run."""
-    rows = models.index.checkpoints_of(model.tenant, model.id)
+    rows = models.index.all_of(TinkerCheckpoint, model.tenant, "model", model.id)
     newest = {row.kind: _checkpoint(row) for row in rows}
     return {
         "training_run_id": model.id,

@@ -164,14 +164,6 @@ def test_bases_and_layouts_are_added_once_and_a_base_may_move(catalog: Catalog) 
         catalog.bases.get("b2")
 
 
-def test_what_the_guide_once_called_on_the_catalog_itself_works(catalog: Catalog) -> None:
-    base, policy = Base("ba" * 32, "tiny", "/base", 1.0), Policy("summing", "ba" * 32, {}, "me", 1.0)
-    catalog.bases.add(base)
-    assert Catalog.base(catalog, base.digest) == base
-    Catalog.add_policies(catalog, [policy])
-    assert catalog.policies.get("summing") == policy
-
-
 def test_a_revision_is_added_once_and_upgraded_by_its_export(catalog: Catalog) -> None:
     assert catalog.revisions.add_many([make_revision("aa11")])[0]
     assert not catalog.revisions.add_many([make_revision("aa11", segment="s2", expires_at=20.0)])[0]
