@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.catalog.records import served_name
 from engine.errors import ServiceError
-from engine.report.revision_page import VersionFacts, gather
-from engine.report.why import moment, why
+from engine.report.why import VersionFacts, gather, moment, why
 from engine.settings.params import Params
 
 if TYPE_CHECKING:

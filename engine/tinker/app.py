@@ -215,9 +215,6 @@ def _add_checkpoint_routes(app: FastAPI, models: Models, caller: Any) -> None:
     runs = "/api/v1/training_runs"
     one = runs + "/{model}/checkpoints/{kind}/{name}"
 
-    def found(key: Key, model: str, kind: str, name: str) -> tuple[TinkerCheckpoint, TinkerModel]:
-        return models.checkpoint(key, model, kind, name)
-
     @app.get(runs)
     async def training_runs(key: caller, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
         page, total = await models.ask(models.index.page, TinkerModel, key.owner, limit, offset)
@@ -244,12 +241,12 @@ def _add_checkpoint_routes(app: FastAPI, models: Models, caller: Any) -> None:
 
     @app.delete(one)
     async def delete(model: str, kind: str, name: str, key: caller) -> dict[str, Any]:
-        await models.ask_trainer(models.delete, *await models.ask(found, key, model, kind, name))
+        await models.ask_trainer(models.delete, *await models.ask(models.checkpoint, key, model, kind, name))
         return {}
 
     @app.put(one + "/ttl")
     async def ttl(model: str, kind: str, name: str, body: bodies.TtlSent, key: caller) -> dict[str, Any]:
-        row, _ = await models.ask(found, key, model, kind, name)
+        row, _ = await models.ask(models.checkpoint, key, model, kind, name)
         expires_at = time.time() + body.ttl_seconds if body.ttl_seconds else None
         changed = replace(row, expires_at=expires_at)
         await models.ask(models.index.change_checkpoint, changed)
@@ -257,7 +254,7 @@ def _add_checkpoint_routes(app: FastAPI, models: Models, caller: Any) -> None:
 
     @app.post(one + "/publish")
     async def publish(model: str, kind: str, name: str, key: caller) -> dict[str, Any]:
-        row, _ = await models.ask(found, key, model, kind, name)
+        row, _ = await models.ask(models.checkpoint, key, model, kind, name)
         if row.kind != SAMPLER:
             raise ConfigError("A state is not published. Save it with save_weights_for_sampler first.")
         # A published revision is the catalog's: only its own rules remove it.
@@ -266,7 +263,7 @@ def _add_checkpoint_routes(app: FastAPI, models: Models, caller: Any) -> None:
 
     @app.delete(one + "/publish")
     async def unpublish(model: str, kind: str, name: str, key: caller) -> dict[str, Any]:
-        row, _ = await models.ask(found, key, model, kind, name)
+        row, _ = await models.ask(models.checkpoint, key, model, kind, name)
         await models.ask(models.index.change_checkpoint, replace(row, public=False))
         return {}
 

@@ -18,7 +18,7 @@ from engine.publishing.importing import import_revision
 from engine.quality.probe import Probe, ProbeRow
 from engine.report.collect import with_claim
 from engine.report.data import RevisionRow
-from engine.report.revision_page import gather
+from engine.report.why import gather
 from engine.settings.params import Params
 from tasks import flavor, version_page
 from tasks.adapters import described, find
