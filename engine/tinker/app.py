@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from engine.catalog.catalog import Key
 from engine.catalog.opening import open_catalog
-from engine.catalog.tinker import TinkerCheckpoint, TinkerModel, TinkerSampler, TinkerSession
+from engine.catalog.tinker_records import TinkerCheckpoint, TinkerModel, TinkerSampler, TinkerSession
 from engine.errors import Busy, ConfigError, GraftworkError, NotFound
 from engine.logs import set_up
 from engine.security.http import HEALTH, server_options, trusted

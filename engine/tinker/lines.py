@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import orjson
 
 from engine.catalog.catalog import Catalog
-from engine.catalog.tinker import TinkerCheckpoint, TinkerModel, TinkerResult, TinkerSampler
+from engine.catalog.tinker_records import TinkerCheckpoint, TinkerModel, TinkerResult, TinkerSampler
 from engine.errors import Busy, GraftworkError, NotFound, ServiceError
 from engine.tinker.results import BROKEN, Promise, Promises, Result, failed, told
 

@@ -17,7 +17,13 @@ from typing import Any, TypeVar
 
 from engine.catalog.catalog import Catalog
 from engine.catalog.records import Key
-from engine.catalog.tinker import TinkerCheckpoint, TinkerModel, TinkerResult, TinkerSampler, TinkerSession
+from engine.catalog.tinker_records import (
+    TinkerCheckpoint,
+    TinkerModel,
+    TinkerResult,
+    TinkerSampler,
+    TinkerSession,
+)
 from engine.errors import ConfigError, Conflict, GraftworkError, NotFound, ServiceError
 from engine.tinker import bodies
 from engine.tinker.backend import Backend, StateSource

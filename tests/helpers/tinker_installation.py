@@ -18,7 +18,7 @@ import tinker
 from engine.base.resident import ensure_base
 from engine.catalog.keys import as_tinkers
 from engine.catalog.opening import whole_catalog
-from engine.catalog.tinker import TinkerModel
+from engine.catalog.tinker_records import TinkerModel
 from engine.services import lifecycle
 from engine.settings.params import Params
 from engine.training.service import state

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import tinker
 
-from engine.catalog.tinker import TinkerModel
+from engine.catalog.tinker_records import TinkerModel
 from engine.errors import LimitReached, ServiceError
 from engine.tinker import app, callers, models, sampling
 from engine.tinker.models import state_name

@@ -7,7 +7,7 @@ import pytest
 import tinker
 import torch
 
-from engine.catalog.tinker import TinkerModel
+from engine.catalog.tinker_records import TinkerModel
 from engine.settings.params import Params
 from engine.tinker import app
 from engine.tinker.backend import Backend
