@@ -147,11 +147,10 @@ def wait_for_verdict(params: Params, release: dict[str, Any]) -> dict[str, Any]:
 
 
 @task(name="decide", task_run_name="{action} {form.policy}", cache_policy=NO_CACHE)
-def decide(params: Params, action: str, form: DecideForm) -> dict[str, Any]:
-    """Promote or roll back in a person's name."""
+def decide(params: Params, action: str, form: DecideForm | RestoreForm) -> dict[str, Any]:
+    """Promote, roll back or restore in a person's name."""
     with plain_release.controller(params) as controller:
-        ask = {"promote": controller.promote, "rollback": controller.rollback}[action]
-        return ask(form.policy, form.digest, form.reason, form.by)
+        return getattr(controller, action)(form.policy, form.digest, form.reason, form.by)
 
 
 @task(name="hold", task_run_name="hold {form.policy}", cache_policy=NO_CACHE)
@@ -159,13 +158,6 @@ def hold(params: Params, form: HoldForm) -> dict[str, Any]:
     """End the policy's running release."""
     with plain_release.controller(params) as controller:
         return controller.hold_running(form.policy, form.reason, form.by)
-
-
-@task(name="restore", task_run_name="restore {form.policy}", cache_policy=NO_CACHE)
-def restore(params: Params, form: RestoreForm) -> dict[str, Any]:
-    """Make an earlier revision the champion again."""
-    with plain_release.controller(params) as controller:
-        return controller.restore(form.policy, form.digest, form.reason, form.by)
 
 
 @task(name="create policy", task_run_name="create {form.name}", cache_policy=NO_CACHE)
