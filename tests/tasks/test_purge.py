@@ -79,7 +79,7 @@ SEEDS = {"gone": range(1, 4), "kept": range(11, 13)}
 
 
 def write_session(folder: Path, policy: str, secret: str, age_s: float = LEASE_S) -> None:
-    tree = {"opened": {"policy": policy, "session": folder.name}, "said": secret, "factor": torch.ones(3)}
+    tree = {"version": session_state.VERSION, "policy": policy, "said": secret, "factor": torch.ones(3)}
     session_state.write(tree, [state_file(folder, "step"), state_file(folder)])
     then = time.time() - age_s
     os.utime(state_file(folder), (then, then))
