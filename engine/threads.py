@@ -5,8 +5,9 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -94,8 +95,14 @@ class Work:
 
     def turn(self, call: Callable[[], object]) -> None:
         """Do one turn."""
-        try:
+        with self.turning():
             call()
+
+    @contextmanager
+    def turning(self) -> Iterator[None]:
+        """Do one turn in the `with` block."""
+        try:
+            yield
         except Exception as error:
             # Whatever it calls may fail in any way, and the next turn tries again.
             self.error = error

@@ -30,6 +30,7 @@ from engine.errors import Busy, ConfigError, GraftworkError, NotFound
 from engine.logs import set_up
 from engine.security.http import HEALTH, server_options, trusted
 from engine.settings.params import Params, load_params
+from engine.threads import Work
 from engine.tinker import bodies
 from engine.tinker.backend import Backend
 from engine.tinker.body_limit import BodyLimit, decompressed
@@ -354,16 +355,13 @@ def _lifespan(models: Models) -> Any:
 
 async def _sweep(models: Models) -> None:
     """Delete expired checkpoints and close the sessions of clients that are gone, now and then."""
+    work = Work("tinker-sweep")
     while True:
         await asyncio.sleep(SWEEP_S)
-        try:
+        # Where a service is down the next round meets what is left.
+        with work.turning():
             await models.ask(models.delete_expired)
             await models.close_silent()
-        except GraftworkError as error:
-            # A service is down; the next round meets what is left.
-            logging.getLogger(__name__).warning("Expired checkpoints were not deleted: %s", error)
-        except Exception:
-            logging.getLogger(__name__).exception("Expired checkpoints were not deleted")
 
 
 def main() -> int:

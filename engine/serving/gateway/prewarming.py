@@ -20,6 +20,7 @@ from engine.errors import Busy, GraftworkError, NotFound
 from engine.files import write_whole
 from engine.serving.gateway.routing import Router
 from engine.serving.residency.residency import Residency
+from engine.threads import Work
 
 LOOK_S = 0.25
 NOTE_S = 15.0
@@ -62,8 +63,9 @@ class Prewarmer:
         """Prewarm popular adapters, then revisions under release; write popularity to disk every 15 s."""
         self._pending = self.popular(time.time())
         noted_at = time.monotonic()
+        work = Work("prewarming")
         while True:
-            try:
+            with work.turning():
                 await self.look()
                 self._tell(self.loads())
                 if time.monotonic() - noted_at >= NOTE_S:
@@ -75,8 +77,6 @@ class Prewarmer:
                         self._seen = frozenset()
                     rows = self.rows(time.time())
                     await asyncio.to_thread(self.write, rows)
-            except (GraftworkError, OSError) as error:
-                log.warning("Prewarming failed and will be retried: %s", error)
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
