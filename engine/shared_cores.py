@@ -5,7 +5,6 @@ The kernel releases a lock when its process ends, so a crash leaves no core unus
 number of threads: matrix products divide their rows and columns, not their sums.
 """
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,8 @@ from typing import Literal
 
 # By name: vLLM's CPU worker replaces the attribute of torch by a function that does nothing.
 from torch import set_num_threads
+
+from engine.file_lock import is_locked, lock, unlock
 
 Service = Literal["engine", "trainer"]
 
@@ -34,21 +35,14 @@ class SharedCores:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Say that this service computes, inside the `with` block."""
-        fcntl.flock(self._own, fcntl.LOCK_EX)
+        # Whoever looks at it holds it for a moment.
+        lock(self._own, waits=True)
         try:
             self.divide()
             yield
         finally:
-            fcntl.flock(self._own, fcntl.LOCK_UN)
+            unlock(self._own)
 
     def divide(self) -> None:
         """Set the threads for the next piece of work: the share, or all while the other does not compute."""
-        set_num_threads(self.share if self._is_other_computing() else self.all)
-
-    def _is_other_computing(self) -> bool:
-        try:
-            fcntl.flock(self._other, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        fcntl.flock(self._other, fcntl.LOCK_UN)
-        return False
+        set_num_threads(self.share if is_locked(self._other) else self.all)

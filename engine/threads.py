@@ -5,8 +5,9 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -94,8 +95,14 @@ class Work:
 
     def turn(self, call: Callable[[], object]) -> None:
         """Do one turn."""
-        try:
+        with self.turning():
             call()
+
+    @contextmanager
+    def turning(self) -> Iterator[None]:
+        """Do one turn in the `with` block."""
+        try:
+            yield
         except Exception as error:
             # Whatever it calls may fail in any way, and the next turn tries again.
             self.error = error
@@ -120,16 +127,18 @@ WORKS: dict[str, Work] = {}
 
 
 class PeriodicThread(threading.Thread):
-    """Calls `turn` every `every_s` seconds and on `wake`, until `stop`."""
+    """Calls `turn` every `every_s` seconds and on `wake`, until `stop`; first `at_once`, or after them."""
 
-    def __init__(self, name: str, every_s: float, turn: Callable[[], object]):
+    def __init__(self, name: str, every_s: float, turn: Callable[[], object], at_once: bool = True):
         super().__init__(name=name, daemon=True)
         self.work = Work(name)
         self._every_s, self._turn = every_s, turn
-        self._ended, self._due = False, threading.Event()
+        self._ended, self._due, self._at_once = False, threading.Event(), at_once
 
     def run(self) -> None:
         """Call `turn` until `stop`; `start` runs this in the thread."""
+        if not self._at_once:
+            self._due.wait(self._every_s)
         while not self._ended:
             self.work.turn(self._turn)
             self._due.wait(self._every_s)

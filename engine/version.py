@@ -6,6 +6,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+# What to do with state that is older than the oldest which this version reads.
+UPGRADE_FIRST = (
+    "Upgrade through commit 265b009: start its services once on this state, then those of this version. "
+    "Nothing was changed."
+)
 DESCRIBE = ("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
 
 

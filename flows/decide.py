@@ -1,10 +1,10 @@
-"""The flows `promote`, `rollback` and `hold`: decisions in a person's name, carried out by the controller."""
+"""The flows `promote`, `rollback`, `restore`, `hold`: a person decides, and the controller carries it out."""
 
 from typing import Any
 
 from prefect import flow
 
-from engine.settings.forms import DecideForm, HoldForm
+from engine.settings.forms import DecideForm, HoldForm, RestoreForm
 from flows.entry import flow_settings
 from tasks import steps
 from tasks.progress import show_table, tag_run
@@ -22,6 +22,12 @@ def rollback(form: DecideForm) -> dict[str, Any]:
     return _decide("rollback", form)
 
 
+@flow(name="restore", flow_run_name="restore {form.policy}")
+def restore(form: RestoreForm) -> dict[str, Any]:
+    """Make an earlier revision the champion again; without a digest, the previous champion."""
+    return _decide("restore", form)
+
+
 @flow(name="hold", flow_run_name="hold {form.policy}")
 def hold(form: HoldForm) -> dict[str, Any]:
     """End the policy's running release; its champion stays."""
@@ -32,10 +38,11 @@ def hold(form: HoldForm) -> dict[str, Any]:
     return ended
 
 
-def _decide(action: str, form: DecideForm) -> dict[str, Any]:
-    tag_run(f"policy:{form.policy}", f"revision:{form.policy}@{form.digest}")
+def _decide(action: str, form: DecideForm | RestoreForm) -> dict[str, Any]:
+    named = (f"revision:{form.policy}@{form.digest}",) if form.digest else ()
+    tag_run(f"policy:{form.policy}", *named)
     params = flow_settings()
     decided = steps.decide(params, action, form)
     show_table([decided], f"decision-{form.policy}", form.reason)
-    steps.update_page(params, form.policy, form.digest)
+    steps.update_page(params, form.policy, form.digest or decided["champion"])
     return decided

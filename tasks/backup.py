@@ -10,8 +10,6 @@ The manifest is written last, and alone makes a backup. What a kill leaves are p
 backup to the same place uses or removes.
 """
 
-import fcntl
-import os
 import socket
 import sqlite3
 import time
@@ -31,6 +29,7 @@ from engine.catalog.opening import open_catalog
 from engine.catalog.records import SCHEMA_VERSION
 from engine.clients.controller import ControllerClient
 from engine.errors import ConfigError, Conflict, DamagedBytes, NotFound, ServiceError
+from engine.file_lock import alone_in
 from engine.settings.params import Params, Paths
 from engine.store.open import open_store
 from engine.threads import PeriodicThread
@@ -115,7 +114,7 @@ def backup(
         _copy_segments(params, staging, writer, _before(place))
         _copy_files(params, writer)
         manifest = BackupManifest(
-            FORMAT, code_version(), time.time(), catalog.id, SCHEMA_VERSION, ledger_schema(), mlflow,
+            FORMAT, code_version(), time.time(), catalog.id, SCHEMA_VERSION, ledger_schemas()[1], mlflow,
             tuple(writer.files),
         )  # fmt: skip
         hold()
@@ -140,20 +139,15 @@ def _staging(paths: Paths) -> Iterator[Path]:
     """Yield an empty directory for copies of databases; `Conflict` while another backup runs here."""
     folder = paths.root / STAGING
     folder.mkdir(mode=0o700, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Conflict(f"Another backup of {paths.root} is running. Wait for its end.") from None
+    with alone_in(folder) as is_alone:
+        if not is_alone:
+            raise Conflict(f"Another backup of {paths.root} is running. Wait for its end.")
         try:
             # A kill leaves what it held.
             _empty(folder)
             yield folder
         finally:
             _empty(folder)
-    finally:
-        os.close(handle)
 
 
 def _empty(folder: Path) -> None:
@@ -245,11 +239,12 @@ def _copy_ledger(params: Params, catalog: Catalog, writer: BackupWriter) -> None
     writer.add_again("state/ledger.duckdb", "state/ledger.snapshot.duckdb")
 
 
-def ledger_schema() -> int:
-    """Return the newest version of the ledger's schema that this code knows."""
+def ledger_schemas() -> tuple[int, int]:
+    """Return the oldest and the newest version of the ledger's schema that this code knows."""
     from engine.ledger.ledger import MIGRATIONS
 
-    return max(int(file.name[:4]) for file in MIGRATIONS.glob("*.sql"))
+    versions = [int(file.name[:4]) for file in MIGRATIONS.glob("*.sql")]
+    return min(versions), max(versions)
 
 
 def _before(place: BackupPlace) -> dict[str, StoredFile]:

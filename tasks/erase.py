@@ -8,17 +8,14 @@ is made, and its budgets' counters, which go after 40 days.
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
 
 from engine.catalog.catalog import Catalog
 from engine.catalog.opening import open_catalog
-from engine.clients.controller import ControllerClient
 from engine.controller.route_changes import controller_serves
 from engine.errors import ConfigError, NotFound
 from engine.metering.erasure import erase as erase_usage
 from engine.settings.params import Params
-from tasks.outcome import local_key
-from tasks.purge import CONTROLLER_S, HANDED_OVER_S, purge
+from tasks.purge import HANDED_OVER_S, long_controller, purge, purge_ledger_here
 from tasks.purge_record import Counts
 
 # Every gateway has noticed a revoked key by then.
@@ -75,18 +72,11 @@ def owned_policies(catalog: Catalog, tenant: str) -> list[str]:
 
 def _answers(params: Params, catalog: Catalog, tenant: str, keys: list[str], by: str) -> Counts:
     """Remove the keys' requests and ratings: through the controller when it runs, else here."""
-    if controller_serves(catalog):
-        url = params.url("controller")
-        # One attempt: it may take minutes.
-        with ControllerClient(url, local_key(params), CONTROLLER_S, patience_s=0.0) as client:
-            return client.erase(tenant, by)
-    paths = params.paths
-    removed: Counts = {}
-    if paths.ledger.is_file() or any(paths.spool.glob("*")):
-        from engine.ledger.ledger import Ledger
-        from engine.ledger.purge import erase as erase_from_ledger
+    from engine.ledger.purge import of_keys
 
-        with closing(Ledger(paths.ledger)) as ledger:
-            removed = erase_from_ledger(ledger, paths.spool, paths.ledger_snapshot, keys)
+    if controller_serves(catalog):
+        with long_controller(params) as client:
+            return client.erase(tenant, by)
+    removed = purge_ledger_here(params, of_keys(params.paths.ledger, keys))
     catalog.note("tenant.erase", tenant, {"by": by, "removed": removed})
     return removed

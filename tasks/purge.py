@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from filelock import FileLock, Timeout
 
@@ -30,6 +30,9 @@ from engine.training.service.client import TrainerClient
 from tasks.outcome import local_key
 from tasks.purge_mlflow import purge_mlflow
 from tasks.purge_record import Counts, Record, purges, recorded
+
+if TYPE_CHECKING:
+    from engine.ledger.purge import Removal
 
 PAGE = 1_000
 CONTROLLER_S = 310.0
@@ -184,23 +187,33 @@ def _listed(file: Path) -> Path:
 
 def _ledger(params: Params, catalog: Catalog, record: Record) -> Counts:
     """Purge the ledger: through the controller when it runs, since the ledger has one writer, else here."""
+    from engine.ledger.purge import of_policy
+
     time.sleep(HANDED_OVER_S)
     if controller_serves(catalog):
         return _ask_controller(params, record, "ledger")
-    paths = params.paths
-    if not paths.ledger.is_file() and not any(paths.spool.glob("*")):
-        return {}
+    return purge_ledger_here(params, of_policy(params.paths.ledger, record.policy))
+
+
+def purge_ledger_here(params: Params, removal: "Removal") -> Counts:
+    """Do a removal where no controller holds the ledger; nothing while there is none."""
     from engine.ledger.ledger import Ledger
     from engine.ledger.purge import purge as purge_ledger
 
+    paths = params.paths
+    if not paths.ledger.is_file() and not any(paths.spool.glob("*")):
+        return {}
     with closing(Ledger(paths.ledger)) as ledger:
-        return purge_ledger(ledger, paths.spool, paths.ledger_snapshot, record.policy)
+        return purge_ledger(ledger, paths.spool, paths.ledger_snapshot, removal)
+
+
+def long_controller(params: Params) -> ControllerClient:
+    """Return a client for what may take minutes, in one attempt."""
+    return ControllerClient(params.url("controller"), local_key(params), CONTROLLER_S, patience_s=0.0)
 
 
 def _ask_controller(params: Params, record: Record, place: str) -> Counts:
-    url, key = params.url("controller"), local_key(params)
-    # One attempt: it may take minutes.
-    with ControllerClient(url, key, CONTROLLER_S, patience_s=0.0) as client:
+    with long_controller(params) as client:
         try:
             return client.purge(record.policy, place, record.by)
         except GraftworkError as error:

@@ -6,9 +6,7 @@ transaction before that. What a kill leaves is used by the next restore of the s
 It begins with what it undoes: a backup is older than the decisions that were made after it.
 """
 
-import fcntl
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -32,13 +30,14 @@ from engine.catalog.audit import Audit
 from engine.catalog.catalog import Catalog, migrate
 from engine.catalog.copying import copy_catalog, require_empty
 from engine.catalog.opening import whole_catalog
-from engine.catalog.records import SCHEMA_VERSION
+from engine.catalog.records import OLDEST_SCHEMA, SCHEMA_VERSION
 from engine.errors import ConfigError, Conflict, GraftworkError, MissingBytes, ServiceError
+from engine.file_lock import alone_in
 from engine.files import replacing, sync, write_whole
 from engine.settings.params import Params
 from engine.store.open import open_store
 from engine.store.segments import CATALOG_ID, Store, checksum_of
-from tasks.backup import ledger_schema
+from tasks.backup import ledger_schemas
 from tasks.restore_undone import Undone, address_of, find_undone, meaning
 
 ACTION = "restore"
@@ -86,13 +85,13 @@ def restore_backup(
     Idempotent until it has succeeded: killed at any moment and started again, it goes on.
 
     Raises `NotFound` where there is no finished backup, `DamagedBytes` or `MissingBytes` for a damaged one,
-    `ConfigError` for one of a newer version, `Conflict` when it is not the expected one, or when the state
-    directory, the store, the catalog's database or a suite of the same name is in use.
+    `ConfigError` for one of a newer or too old a version, `Conflict` when it is not the expected one, or when
+    the state directory, the store, the catalog's database or a suite of the same name is in use.
     """
     expected = checked_digest(expect) if expect is not None else ""
     place, name = find(address)
     manifest = read(place, name, expected)
-    _refuse_newer(name, manifest)
+    _refuse_other_schemas(name, manifest)
     if missing := missing_parts(place, manifest):
         raise MissingBytes(
             f"The backup {name} at {place.address} is damaged: {len(missing)} of its objects are missing or "
@@ -191,15 +190,21 @@ def _undone(place: BackupPlace, manifest: BackupManifest, present_url: str) -> U
         return find_undone(f"sqlite:///{copy}", present_url)
 
 
-def _refuse_newer(name: str, manifest: BackupManifest) -> None:
-    for what, found, known in (
-        ("catalog", int(manifest.catalog_schema), int(SCHEMA_VERSION)),
-        ("ledger", manifest.ledger_schema, ledger_schema()),
+def _refuse_other_schemas(name: str, manifest: BackupManifest) -> None:
+    for what, found, (oldest, newest) in (
+        ("catalog", int(manifest.catalog_schema), (int(OLDEST_SCHEMA), int(SCHEMA_VERSION))),
+        ("ledger", manifest.ledger_schema, ledger_schemas()),
     ):
-        if found > known:
+        told = f"The {what} of the backup {name} has schema {found}"
+        if found > newest:
             raise ConfigError(
-                f"The {what} of the backup {name} has schema {found}, newer than this code's {known}: it was "
-                f"made by {manifest.code}. Nothing was changed. Restore it with that version, or a newer one."
+                f"{told}, newer than this code's {newest}: it was made by {manifest.code}. Nothing was "
+                "changed. Restore it with that version, or a newer one."
+            )
+        if found < oldest:
+            raise ConfigError(
+                f"{told}, older than {oldest}: it was made by {manifest.code}. Nothing was changed. Restore "
+                "it with commit 265b009, and back that up."
             )
 
 
@@ -225,12 +230,9 @@ def _draft_of(state_dir: Path, backup: str, manifest: BackupManifest) -> Iterato
     marker = draft / MARKER
     names = {MARKER, f"store/{CATALOG_ID}"} | {file.name.removeprefix("state/") for file in manifest.files}
     draft.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle = os.open(draft, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Conflict(f"Another restore to {state_dir} is running. Wait for its end.") from None
+    with alone_in(draft) as is_alone:
+        if not is_alone:
+            raise Conflict(f"Another restore to {state_dir} is running. Wait for its end.")
         if any(draft.iterdir()) and not marker.is_file():
             raise Conflict(f"{draft} is in the way, and no restore has made it. Move it away.")
         goes_on = marker.is_file() and json.loads(marker.read_text())["backup"] == backup
@@ -243,8 +245,6 @@ def _draft_of(state_dir: Path, backup: str, manifest: BackupManifest) -> Iterato
             if path.relative_to(draft).as_posix() not in names:
                 path.unlink()
         yield draft, goes_on
-    finally:
-        os.close(handle)
 
 
 def _bring_store(

@@ -1,4 +1,4 @@
-"""The Prefect tasks; each wraps a plain function of this package that works without Prefect.
+"""The Prefect tasks; each is a plain function of this package, which works without Prefect, or wraps one.
 
 Imports are deferred: importing a flow must not import torch, MLflow or lm-eval. Prefect caches only the start
 of a release. The other steps are idempotent by the revision's digest.
@@ -20,13 +20,18 @@ from engine.settings.forms import CreatePolicyForm, DecideForm, HoldForm, Releas
 from engine.settings.params import Params
 from engine.settings.policies import PolicyConfig
 from tasks import nightly, publish
+from tasks import release as plain_release
 from tasks import verify as verification
+from tasks.progress import both, log_collapse
 
 if TYPE_CHECKING:
     from engine.training.loop import Trained
     from tasks.general import Perplexity
     from tasks.score import Score
 
+verify = task(name="verify", task_run_name="verify {policy}", cache_policy=NO_CACHE)(verification.verify)
+due_policies = task(name="due policies", cache_policy=NO_CACHE)(nightly.due_policies)
+write_report = task(name="write report", cache_policy=NO_CACHE)(publish.write_report)
 OnStep = Callable[[Mapping[str, Any]], None]
 LAZY = (
     "transformers:PreTrainedTokenizerFast",
@@ -66,7 +71,6 @@ def train(params: Params, policy: str, config: PolicyConfig, key: str, on_step: 
     """Train a policy with GRPO on the resident base and export its revision."""
     from engine.training import loop
     from engine.training.several_engines import Engines
-    from tasks.progress import both, log_collapse
     from tasks.tracking import tracked
 
     with tracked(params, policy) as track:
@@ -79,12 +83,6 @@ def register(params: Params, policy: str, directory: Path, curve: Sequence[Mappi
     from tasks import register as plain
 
     return plain.register(params, policy, directory, curve)
-
-
-@task(name="verify", task_run_name="verify {policy}", cache_policy=NO_CACHE)
-def verify(params: Params, policy: str, digest: str, key: str) -> Mapping[str, Any]:
-    """Run the effect probe: the engine must reproduce the log-probabilities that the trainer recorded."""
-    return verification.verify(params, policy, digest, key)
 
 
 @task(name="score", task_run_name="score {policy}", cache_policy=NO_CACHE)
@@ -133,54 +131,33 @@ def _once_a_run(context: TaskRunContext, _parameters: Mapping[str, Any]) -> str:
     return f"start-release-{context.task_run.flow_run_id}"
 
 
-@task(
+start_release = task(
     name="start release",
     task_run_name="start release of {form.policy}",
     cache_key_fn=_once_a_run,
     persist_result=True,
-)
-def start_release(params: Params, form: ReleaseForm) -> dict[str, Any]:
-    """Start a release at the controller; a second call returns the same release."""
-    from tasks import release as plain
-
-    return plain.start_release(params, form)
+)(plain_release.start_release)
 
 
 @task(name="wait for verdict", cache_policy=NO_CACHE)
 def wait_for_verdict(params: Params, release: dict[str, Any]) -> dict[str, Any]:
     """Return the release once it has ended; it advances whether or not anything waits for it."""
-    from tasks import release as plain
-
-    with plain.controller(params) as controller:
-        return controller.wait_for_verdict(release["id"], plain.longest_s(release))
+    with plain_release.controller(params) as controller:
+        return controller.wait_for_verdict(release["id"], plain_release.longest_s(release))
 
 
 @task(name="decide", task_run_name="{action} {form.policy}", cache_policy=NO_CACHE)
-def decide(params: Params, action: str, form: DecideForm) -> dict[str, Any]:
-    """Promote or roll back in a person's name."""
-    from tasks import release as plain
-
-    with plain.controller(params) as controller:
-        ask = {"promote": controller.promote, "rollback": controller.rollback}[action]
-        return ask(form.policy, form.digest, form.reason, form.by)
+def decide(params: Params, action: str, form: DecideForm | RestoreForm) -> dict[str, Any]:
+    """Promote, roll back or restore in a person's name."""
+    with plain_release.controller(params) as controller:
+        return getattr(controller, action)(form.policy, form.digest, form.reason, form.by)
 
 
 @task(name="hold", task_run_name="hold {form.policy}", cache_policy=NO_CACHE)
 def hold(params: Params, form: HoldForm) -> dict[str, Any]:
     """End the policy's running release."""
-    from tasks import release as plain
-
-    with plain.controller(params) as controller:
+    with plain_release.controller(params) as controller:
         return controller.hold_running(form.policy, form.reason, form.by)
-
-
-@task(name="restore", task_run_name="restore {form.policy}", cache_policy=NO_CACHE)
-def restore(params: Params, form: RestoreForm) -> dict[str, Any]:
-    """Make an earlier revision the champion again."""
-    from tasks import release as plain
-
-    with plain.controller(params) as controller:
-        return controller.restore(form.policy, form.digest, form.reason, form.by)
 
 
 @task(name="create policy", task_run_name="create {form.name}", cache_policy=NO_CACHE)
@@ -204,12 +181,6 @@ def create_policy(params: Params, form: CreatePolicyForm) -> dict[str, Any]:
     return asdict(created)
 
 
-@task(name="due policies", cache_policy=NO_CACHE)
-def due_policies(params: Params, only: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a row for each policy: whether it is due, and the reason."""
-    return nightly.due_policies(params, only)
-
-
 @task(name="release in background", cache_policy=NO_CACHE)
 def release_in_background(params: Params, policy: str, digest: str) -> str:
     """Start the `release` deployment for a revision with an accepted probe, without waiting for it."""
@@ -225,9 +196,3 @@ def release_in_background(params: Params, policy: str, digest: str) -> str:
     fields = form.model_dump(mode="json", exclude_unset=True)
     run_deployment("release/release", parameters={"form": fields}, timeout=0, as_subflow=False)
     return f"release of {served_name(policy, digest)} started"
-
-
-@task(name="write report", cache_policy=NO_CACHE)
-def write_report(params: Params, path: Path, since: float, now: float, stages: Mapping[str, float]) -> Path:
-    """Write the HTML report of the policies that changed last; it opens offline."""
-    return publish.write_report(params, path, since, now, stages)

@@ -6,14 +6,11 @@ Idempotent.
 
 import time
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from engine.catalog.records import served_name
 from engine.errors import ServiceError
-from engine.report.data import Curve
-from engine.report.revision_page import VersionFacts, gather
-from engine.report.training import spoken
+from engine.report.why import VersionFacts, gather, moment, why
 from engine.settings.params import Params
 
 if TYPE_CHECKING:
@@ -82,51 +79,17 @@ def about(params: Params, facts: VersionFacts) -> str:
 
 
 def page(params: Params, client: "MlflowClient", facts: VersionFacts) -> str:
-    """Return a version's description as Markdown."""
+    """Return a version's description as Markdown: what `graftwork why` says, its relatives and its curve."""
+    name = served_name(facts.policy, facts.digest)
     parts = [
-        f"## {served_name(facts.policy, facts.digest)}\n\nAs of {_when(time.time())}.",
-        _scores(facts),
-        _verdicts(facts),
+        f"## {name}\n\nAs of {moment(time.time())}.",
+        *(f"### {link.name.capitalize()}\n\n{link.says}" for link in why(params, name).links),
         _lineage(client, facts),
         _curve(facts),
-        facts_of(facts),
+        _cost(facts),
         f"[Releases and evidence]({params.url('controller')}/)",
     ]
     return "\n\n".join(part for part in parts if part)
-
-
-def _scores(facts: VersionFacts) -> str:
-    rows = {
-        "this revision": facts.score,
-        "parent": facts.parent_score,
-        "champion": facts.champion_score,
-        "base": facts.base_score,
-    }
-    known = [
-        f"| {name} | {score.mean:.1%} | {score.low:.1%} to {score.high:.1%} | {score.items} |"
-        for name, score in rows.items()
-        if score
-    ]
-    if not known:
-        return "No scores yet."
-    head = f"### Scores on {facts.suite}, 95% intervals\n\n| | mean | interval | items |\n|---|---|---|---|\n"
-    return head + "\n".join(known) + _difference(facts)
-
-
-def _difference(facts: VersionFacts) -> str:
-    change = facts.against_champion
-    if change is None:
-        return ""
-    return (
-        f"\n\nAgainst the champion, on the same items: {change.mean:+.1%} "
-        f"({change.low:+.1%} to {change.high:+.1%})."
-    )
-
-
-def _verdicts(facts: VersionFacts) -> str:
-    rows = [f"| {_when(said.at)} | {said.verdict} | {said.by} | {said.reason} |" for said in facts.verdicts]
-    head = "### Verdicts\n\n| when | verdict | by | why |\n|---|---|---|---|\n"
-    return head + "\n".join(rows) if rows else ""
 
 
 def _lineage(client: "MlflowClient", facts: VersionFacts) -> str:
@@ -143,26 +106,14 @@ def _link(client: "MlflowClient", policy: str, digest: str) -> str:
 
 
 def _curve(facts: VersionFacts) -> str:
-    if not facts.rewards:
-        return ""
     line = "".join(BLOCKS[min(7, int(8 * reward))] for reward in facts.rewards)
-    return f"### Learning curve\n\n`{line}` {spoken([Curve(facts.policy, facts.digest, facts.steps)])}"
+    return line and f"### Learning curve\n\n`{line}`"
 
 
-def facts_of(facts: VersionFacts) -> str:
-    probe = facts.probe.get("reason") or ("accepted" if facts.probe.get("accepted") else "has not run")
-    cost = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in facts.seconds.items())
-    warning = (
-        f"\n- Made for the base {facts.named_base}, served on {facts.base_name}" if facts.named_base else ""
-    )
-    return (
-        f"### Facts\n\n- Effect probe: {probe}\n- Size: {facts.bytes:,} bytes, rank {facts.rank}"
-        f"\n- Cost: {cost or 'not known'}, {facts.tokens:,} trained tokens{warning}"
-    )
-
-
-def _when(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+def _cost(facts: VersionFacts) -> str:
+    seconds = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in facts.seconds.items())
+    spent = f"{seconds or 'not known'}, {facts.tokens:,} trained tokens"
+    return f"### Cost\n\n{spent}; size {facts.bytes:,} bytes."
 
 
 def _link_metrics(client: "MlflowClient", policy: str, version: int, facts: VersionFacts) -> None:

@@ -185,8 +185,8 @@ def one_thread() -> None:
 def schema_once() -> Iterator[None]:
     """Migrate one empty SQLite catalog of a process; give the others its tables, an own id and an own secret.
 
-    Its migrations take sixty milliseconds, a thousand times. They run once in a process for each database,
-    from 0010 in test_two_versions.py, and each time where a test asks for `empty_catalog_url`.
+    To create it takes forty milliseconds, a thousand times. That runs once in a process for each database,
+    and each time where a test asks for `empty_catalog_url`.
     """
     migrations, statements = catalog_module.upgrade, list[str]()
 

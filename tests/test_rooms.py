@@ -14,6 +14,7 @@ ROOMS = (
     "engine.version",
     "engine.errors",
     "engine.files",
+    "engine.file_lock",
     "engine.clocks",
     "engine.clients",
     "engine.process_reaper",

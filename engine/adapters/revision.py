@@ -5,15 +5,13 @@ Canonical tensors map a base module's path plus side, such as
 dtype with the scaling folded into B, so that alpha equals rank.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from safetensors.torch import save as save_safetensors
 from engine.adapters.manifests import MANIFEST, PROBE
 from engine.base.families import EXPERT, PROJECTIONS
 from engine.errors import AdapterError, BaseModelError, Conflict
+from engine.file_lock import alone_in
 from engine.files import sync, write_whole
 from engine.version import code_version
 
@@ -205,19 +204,8 @@ def write_revision(directory: Path, tensors: Tensors, manifest: Manifest, probe:
     A directory that holds the revision already only gets a missing probe; `Conflict` when it holds another.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with _alone_in(directory.parent):
+    with alone_in(directory.parent, waits=True):
         return _write_alone(directory, tensors, manifest, probe)
-
-
-@contextmanager
-def _alone_in(directory: Path) -> Iterator[None]:
-    """Hold a lock against other threads and processes that write a revision here; a kill releases it."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _write_alone(directory: Path, tensors: Tensors, manifest: Manifest, probe: dict[str, Any]) -> Path:

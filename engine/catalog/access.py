@@ -19,8 +19,9 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DatabaseError, InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from engine.catalog.records import SCHEMA_VERSION
+from engine.catalog.records import OLDEST_SCHEMA, SCHEMA_VERSION
 from engine.errors import ConfigError, NotFound, ServiceError
+from engine.version import UPGRADE_FIRST
 
 BUSY_TIMEOUT_MS = 15_000
 STATEMENT_TIMEOUT_MS = 120_000
@@ -90,6 +91,8 @@ def schema_fault(label: str, found: str) -> str:
             f"{told} A newer version of Graftwork shares it: upgrade this installation. What runs already "
             "goes on; nothing was changed."
         )
+    if found < OLDEST_SCHEMA:
+        return f"{told} {UPGRADE_FIRST}"
     return f"{told} Start an engine or the controller of this version once: it migrates the catalog."
 
 
@@ -239,6 +242,11 @@ class Access:
         changed = {name: value for name, value in values.items() if name not in key}
         return self.insert(table).values(**values).on_conflict_do_update(index_elements=key, set_=changed)
 
+    def change(self, statement: Any) -> int:
+        """Execute one statement as a write transaction; return how many rows it has changed."""
+        with self.write() as connection:
+            return connection.execute(statement).rowcount
+
     def one(self, kind: type[Row], query: Select[Any]) -> Row | None:
         """Return a query's one row as this dataclass; None when there is none."""
         with self.read() as connection:
@@ -249,6 +257,13 @@ class Access:
         """Return a query's rows as this dataclass."""
         with self.read() as connection:
             return [kind(**row._mapping) for row in connection.execute(query)]
+
+
+class CatalogPart:
+    """A part of an open catalog, such as its keys."""
+
+    def __init__(self, access: Access):
+        self._access = access
 
 
 def database(url: str) -> URL:

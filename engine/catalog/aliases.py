@@ -8,25 +8,19 @@ import time
 from sqlalchemy import select
 
 from engine.catalog import tables
-from engine.catalog.access import Access
+from engine.catalog.access import CatalogPart
 from engine.catalog.records import AliasNote
 
 
-class Aliases:
+class Aliases(CatalogPart):
     """The catalog's alias notes; `catalog.aliases`."""
-
-    def __init__(self, access: Access):
-        self._access = access
 
     def all(self) -> dict[tuple[str, str], AliasNote]:
         """Return the notes by policy and alias."""
-        with self._access.read() as connection:
-            rows = connection.execute(select(tables.aliases)).all()
-        return {(row.policy, row.alias): AliasNote(**row._mapping) for row in rows}
+        notes = self._access.all(AliasNote, select(tables.aliases))
+        return {(note.policy, note.alias): note for note in notes}
 
     def note(self, policy: str, alias: str, version: str | None, digest: str | None) -> None:
         """Record what the controller wrote or accepted for an alias."""
         note = AliasNote(policy, alias, version, digest, time.time())
-        row = self._access.put(tables.aliases, note)
-        with self._access.write() as connection:
-            connection.execute(row)
+        self._access.change(self._access.put(tables.aliases, note))

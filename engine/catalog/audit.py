@@ -18,7 +18,7 @@ from typing import Any
 from sqlalchemy import Connection, select, text
 
 from engine.catalog import tables
-from engine.catalog.access import ACTING, Access, Actor, Values
+from engine.catalog.access import ACTING, Actor, CatalogPart, Values
 from engine.catalog.records import AuditEntry
 from engine.errors import Conflict
 
@@ -77,11 +77,8 @@ def _digest(value: Any) -> str:
     return f"sha256:{hashlib.sha256(json.dumps(value).encode()).hexdigest()}"
 
 
-class Audit:
+class Audit(CatalogPart):
     """The audit log of an open catalog."""
-
-    def __init__(self, access: Access):
-        self._access = access
 
     def page(self, after: int = 0, limit: int = PAGE) -> list[AuditEntry]:
         """Return entries by number; `after` is the last number of the page before."""

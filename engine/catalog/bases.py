@@ -8,7 +8,7 @@ from sqlalchemy import select
 
 from engine.base.text_files import changed_files, text_digest
 from engine.catalog import tables
-from engine.catalog.access import Access
+from engine.catalog.access import CatalogPart
 from engine.catalog.records import Base
 from engine.errors import BaseModelError, NotFound
 
@@ -16,11 +16,8 @@ if TYPE_CHECKING:
     from engine.base.resident import BaseInfo
 
 
-class Bases:
+class Bases(CatalogPart):
     """The catalog's bases; `catalog.bases`."""
-
-    def __init__(self, access: Access):
-        self._access = access
 
     def add(self, base: Base, accepted: str | None = None) -> None:
         """Add a base; of a known one only the path is replaced: its files may have moved.

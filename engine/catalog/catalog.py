@@ -7,11 +7,10 @@ compare-and-swap.
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Self
 
 from filelock import FileLock
-from sqlalchemy import Connection, extract, func, select
+from sqlalchemy import extract, func, select
 from sqlalchemy.exc import OperationalError
 
 from engine.catalog import tables
@@ -20,7 +19,6 @@ from engine.catalog.access import (
     Record,
     open_engine,
     read_ahead,
-    schema_fault,
     shorten_log,
     sqlite_path,
     unrecorded,
@@ -38,7 +36,6 @@ from engine.catalog.places import Places
 from engine.catalog.policies import Policies
 from engine.catalog.purges import Purges
 from engine.catalog.records import (
-    SCHEMA_VERSION,
     AliasNote,
     Base,
     Key,
@@ -57,6 +54,7 @@ from engine.catalog.replicas import Replicas
 from engine.catalog.revision_rows import RevisionRows
 from engine.catalog.revisions import Revisions
 from engine.catalog.routes import Routes
+from engine.catalog.schema import upgrade
 from engine.catalog.switches import Switches
 from engine.catalog.tinker import TinkerIndex
 from engine.catalog.unknown_names import UnknownNames
@@ -117,24 +115,6 @@ def _upgrade(url: str) -> None:
     with engine.execution_options(write=True).begin() as connection:
         upgrade(connection)
     engine.dispose()
-
-
-def upgrade(connection: Connection) -> None:
-    """Create the tables or migrate them to the newest schema, in a write transaction of the caller.
-
-    Raises `ConfigError` for a schema of a newer version.
-    """
-    from alembic import command
-    from alembic.config import Config
-    from alembic.migration import MigrationContext
-
-    found = MigrationContext.configure(connection).get_current_revision()
-    if found is not None and found > SCHEMA_VERSION:
-        raise ConfigError(schema_fault(str(connection.engine.url.database), found))
-    config = Config()
-    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
-    config.attributes["connection"] = connection
-    command.upgrade(config, "head")
 
 
 def text_digests(paths: Paths, base_digest: str) -> list[str]:

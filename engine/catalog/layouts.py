@@ -6,7 +6,7 @@ from hashlib import sha256
 from sqlalchemy import select
 
 from engine.catalog import tables
-from engine.catalog.access import Access
+from engine.catalog.access import CatalogPart
 from engine.errors import AdapterError, NotFound
 
 
@@ -18,16 +18,12 @@ class Layout:
     body: str
 
 
-class Layouts:
+class Layouts(CatalogPart):
     """The catalog's layouts; `catalog.layouts`."""
-
-    def __init__(self, access: Access):
-        self._access = access
 
     def add(self, digest: str, body: str) -> None:
         """Add a layout by the sha256 of its body; a damaged body is replaced."""
-        with self._access.write() as connection:
-            connection.execute(self._access.put(tables.layouts, Layout(digest, body)))
+        self._access.change(self._access.put(tables.layouts, Layout(digest, body)))
 
     def get(self, digest: str) -> str:
         """Return a layout's body; `NotFound` when there is none, `AdapterError` when it fails its digest."""

@@ -5,7 +5,7 @@ import time
 from sqlalchemy import select, update
 
 from engine.catalog import tables
-from engine.catalog.access import Access
+from engine.catalog.access import CatalogPart
 from engine.catalog.records import Lease
 
 # How far the clocks of machines that share a catalog may differ, and how much longer than the caller's lease
@@ -15,11 +15,8 @@ SKEW_S = 600.0
 BACKUP = "backup"
 
 
-class Leases:
+class Leases(CatalogPart):
     """The catalog's leases; `catalog.leases`."""
-
-    def __init__(self, access: Access):
-        self._access = access
 
     def acquire(self, name: str, holder: str, ttl_s: float) -> int | None:
         """Take the lease if it is free, expired or ours; return its fencing token (it only grows) or None."""
@@ -38,15 +35,13 @@ class Leases:
         table = tables.leases.c
         change = update(tables.leases).values(until=time.time() + ttl_s)
         mine = (table.name == name) & (table.holder == holder) & (table.fence == fence)
-        with self._access.write() as connection:
-            return connection.execute(change.where(mine)).rowcount == 1
+        return self._access.change(change.where(mine)) == 1
 
     def release(self, name: str, holder: str) -> None:
         """Release a lease; does nothing when another holds it."""
         table = tables.leases.c
         free = update(tables.leases).values(until=0.0)
-        with self._access.write() as connection:
-            connection.execute(free.where(table.name == name, table.holder == holder))
+        self._access.change(free.where(table.name == name, table.holder == holder))
 
     def find(self, name: str) -> Lease | None:
         """Return a lease, expired or not; None when it was never taken."""

@@ -30,34 +30,28 @@ class Lifecycle:
         self._access = access
         self._rows = rows
 
-    def retire(self, policy: str, digest: str, by: str, reason: str) -> Revision:
-        """Stop serving a revision, except for scoring; the first reason stays.
+    def retire(self, policy: str, digest: str, by: str, reason: str, back: bool = False) -> Revision:
+        """Stop serving a revision, except for scoring, or serve a retired one again (`back`).
 
-        Raises `Conflict` while a route or a running release names it, `NotFound` when there is none.
+        The first reason stays; the row of one that is back keeps who did it, and why. Raises `Conflict` while
+        a route or a running release names what is to be retired, `NotFound` when there is none.
         """
         with self._access.write() as connection:
             named = _named(connection, tables.routes, ROUTED, {policy})
             named |= _named(connection, tables.releases, RELEASED, {policy}, RUNNING)
-            if (policy, digest) in named:
+            if not back and (policy, digest) in named:
                 raise Conflict(
                     f"Revision {digest[:12]} of {policy!r} is routed or in a running release. Route another "
                     "revision first (`graftwork restore`)."
                 )
-            values = {"retired_at": time.time(), "retired_by": by, "retired_reason": reason}
-            change = update(tables.revisions).where(*key_of(policy, digest), table.retired_at.is_(None))
+            at = None if back else time.time()
+            values = {"retired_at": at, "retired_by": by, "retired_reason": reason}
+            is_other = table.retired_at.is_not(None) if back else table.retired_at.is_(None)
+            change = update(tables.revisions).where(*key_of(policy, digest), is_other)
             if connection.execute(change.values(values)).rowcount:
                 tell(connection, policy)
-                self._access.record(connection, "revision.retire", f"{policy}@{digest}", None, values)
-        return self._found(policy, digest)
-
-    def unretire(self, policy: str, digest: str, by: str, reason: str) -> Revision:
-        """Allow a retired revision to be served again; its row keeps who did it, and why."""
-        with self._access.write() as connection:
-            values: dict[str, Any] = {"retired_at": None, "retired_by": by, "retired_reason": reason}
-            change = update(tables.revisions).where(*key_of(policy, digest), table.retired_at.is_not(None))
-            if connection.execute(change.values(values)).rowcount:
-                tell(connection, policy)
-                self._access.record(connection, "revision.unretire", f"{policy}@{digest}", None, values)
+                action = "revision.unretire" if back else "revision.retire"
+                self._access.record(connection, action, f"{policy}@{digest}", None, values)
         return self._found(policy, digest)
 
     def set_expiry(self, policy: str, digest: str, expires_at: float | None) -> None:

@@ -5,21 +5,16 @@ import time
 from sqlalchemy import delete, func, select, update
 
 from engine.catalog import tables
-from engine.catalog.access import Access
+from engine.catalog.access import CatalogPart
 from engine.catalog.records import Notice
 
 
-class Notices:
+class Notices(CatalogPart):
     """The catalog's notices; `catalog.notices`."""
-
-    def __init__(self, access: Access):
-        self._access = access
 
     def add(self, notice: Notice) -> bool:
         """Store a notice until it is sent; return whether it is new."""
-        row = self._access.new(tables.notices, notice)
-        with self._access.write() as connection:
-            return bool(connection.execute(row).rowcount)
+        return self._access.change(self._access.new(tables.notices, notice)) > 0
 
     def page(self, limit: int = 100, unsent: bool = False) -> list[Notice]:
         """Return notices, newest first; with `unsent` only those not sent yet, oldest first."""
@@ -43,11 +38,9 @@ class Notices:
         """Remove notices from before a time (epoch seconds) that were delivered; return how many."""
         table = tables.notices.c
         old = delete(tables.notices).where(table.at < before, table.sent_at.is_not(None))
-        with self._access.write() as connection:
-            return connection.execute(old).rowcount
+        return self._access.change(old)
 
     def mark_sent(self, ids: list[str]) -> None:
         """Mark notices as delivered."""
-        change = update(tables.notices).where(tables.notices.c.id.in_(ids)).values(sent_at=time.time())
-        with self._access.write() as connection:
-            connection.execute(change)
+        sent = update(tables.notices).where(tables.notices.c.id.in_(ids))
+        self._access.change(sent.values(sent_at=time.time()))

@@ -6,7 +6,7 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, delete, select
 
 from engine.catalog import tables
-from engine.catalog.access import Access
+from engine.catalog.access import CatalogPart
 from engine.catalog.changes import tell
 from engine.errors import Conflict, Purged
 
@@ -18,11 +18,8 @@ NAMES = 1024
 TOLD = frozenset({"releases", "tombstones"})
 
 
-class Purges:
+class Purges(CatalogPart):
     """The catalog's purges; `catalog.purges`."""
-
-    def __init__(self, access: Access):
-        self._access = access
 
     def mark(self, policy: str, by: str, now: float) -> dict[str, int]:
         """Mark a policy's name as purged and remove policy and route; return rows removed by table.

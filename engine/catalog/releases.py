@@ -11,18 +11,15 @@ from sqlalchemy import select, update
 from sqlalchemy.exc import IntegrityError
 
 from engine.catalog import tables
-from engine.catalog.access import Access
+from engine.catalog.access import CatalogPart
 from engine.catalog.changes import tell
 from engine.catalog.records import Release
 from engine.catalog.routes import refuse_missing, refuse_retired
 from engine.errors import Conflict, NotFound
 
 
-class Releases:
+class Releases(CatalogPart):
     """The catalog's releases; `catalog.releases`."""
-
-    def __init__(self, access: Access):
-        self._access = access
 
     def add(self, release: Release) -> None:
         """Start a release.

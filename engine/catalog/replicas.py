@@ -7,18 +7,15 @@ from dataclasses import replace
 from sqlalchemy import Delete, delete, select, update
 
 from engine.catalog import tables
-from engine.catalog.access import Access
+from engine.catalog.access import CatalogPart
 from engine.catalog.records import Replica, ReplicaLoad
 
 # Of a policy's revision under release: None when it is loaded, else why it is not.
 Loads = Mapping[tuple[str, str], str | None]
 
 
-class Replicas:
+class Replicas(CatalogPart):
     """The catalog's engines; `catalog.replicas`."""
-
-    def __init__(self, access: Access):
-        self._access = access
 
     def join(self, replica: Replica) -> None:
         """Enter an engine that has started, in the place of an earlier one with its id."""

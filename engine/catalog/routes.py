@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from sqlalchemy import ColumnElement, Connection, and_, or_, select, update
 
 from engine.catalog import tables
-from engine.catalog.access import Access
+from engine.catalog.access import CatalogPart
 from engine.catalog.changes import tell
 from engine.catalog.records import Release, Route
 from engine.catalog.revision_rows import blob
@@ -17,11 +17,8 @@ from engine.errors import Conflict, NotFound
 CHUNK = 1000
 
 
-class Routes:
+class Routes(CatalogPart):
     """The catalog's routes; `catalog.routes`."""
-
-    def __init__(self, access: Access):
-        self._access = access
 
     def get(self, policy: str) -> Route:
         """Return a policy's route; `NotFound` when there is no such policy."""

@@ -3,14 +3,11 @@
 from sqlalchemy import select
 
 from engine.catalog import tables
-from engine.catalog.access import Access
+from engine.catalog.access import CatalogPart
 
 
-class Switches:
+class Switches(CatalogPart):
     """The catalog's switches; `catalog.switches`."""
-
-    def __init__(self, access: Access):
-        self._access = access
 
     def is_on(self, name: str) -> bool:
         """Say whether a switch is on; one that was never set is off."""

@@ -1,4 +1,11 @@
-"""The catalog's tables and indexes; revision_rows.py turns rows of `revisions` into dataclasses and back."""
+"""The catalog's tables and indexes, most of them by the fields of their dataclasses.
+
+`revision_rows.py` turns rows of `revisions` into dataclasses and back.
+"""
+
+from dataclasses import Field, fields
+from types import UnionType
+from typing import Any, get_args
 
 from sqlalchemy import (
     JSON,
@@ -18,12 +25,55 @@ from sqlalchemy import (
     text,
 )
 
+from engine.catalog.records import (
+    AliasNote,
+    AuditEntry,
+    Base,
+    Key,
+    Lease,
+    Notice,
+    Policy,
+    Release,
+    Replica,
+    ReplicaLoad,
+    Route,
+    Tenant,
+    Tombstone,
+)
+from engine.catalog.tinker_records import (
+    TinkerCheckpoint,
+    TinkerModel,
+    TinkerResult,
+    TinkerSampler,
+    TinkerSession,
+)
+
 metadata = MetaData()
+# Types of a field's columns; all others are JSON.
+KINDS: dict[Any, Any] = {str: String, int: Integer, float: Float, bool: Boolean}
 
 
 def partial_index(name: str, *columns: str, where: str, unique: bool = False) -> Index:
     """Return an index over the rows that match `where`, for both dialects."""
     return Index(name, *columns, unique=unique, sqlite_where=text(where), postgresql_where=text(where))
+
+
+def rows_of(name: str, kind: type[Any], key: tuple[str, ...], *others: Column[Any] | Index) -> Table:
+    """Return the table of a dataclass, with a column for each field in their order.
+
+    `others` are indexes, columns in the place of a field's, and columns before all fields.
+    """
+    given = {other.name: other for other in others if isinstance(other, Column)}
+    columns = [
+        _column(field, key) if field.name not in given else given.pop(field.name) for field in fields(kind)
+    ]
+    return Table(name, metadata, *given.values(), *columns, *(it for it in others if isinstance(it, Index)))
+
+
+def _column(field: Field[Any], key: tuple[str, ...]) -> Column[Any]:
+    may_lack = isinstance(field.type, UnionType)
+    kind = get_args(field.type)[0] if may_lack else field.type
+    return Column(field.name, KINDS.get(kind, JSON), primary_key=field.name in key, nullable=may_lack)
 
 
 # One row: the catalog's id, independent of its URL, and the secret of its keyed hashes.
@@ -34,25 +84,9 @@ catalog = Table(
     Column("secret", String, nullable=False, server_default=""),
 )
 
-bases = Table(
-    "bases",
-    metadata,
-    Column("digest", String, primary_key=True),
-    Column("name", String, nullable=False),
-    Column("path", String, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("texts", JSON, nullable=False, server_default="[]"),
-)
+bases = rows_of("bases", Base, ("digest",), Column("texts", JSON, nullable=False, server_default="[]"))
 
-policies = Table(
-    "policies",
-    metadata,
-    Column("name", String, primary_key=True),
-    Column("base", String, nullable=False),
-    Column("config", JSON, nullable=False),
-    Column("owner", String, nullable=False),
-    Column("created_at", Float, nullable=False),
-)
+policies = rows_of("policies", Policy, ("name",))
 
 layouts = Table(
     "layouts",
@@ -131,107 +165,47 @@ changes = Table(
     Column("policy", String),
 )
 
-routes = Table(
+routes = rows_of(
     "routes",
-    metadata,
-    Column("policy", String, primary_key=True),
-    Column("champion", String),
-    Column("previous", String),
-    Column("canary", String),
-    Column("weight", Float, nullable=False),
-    Column("salt", String, nullable=False),
-    Column("version", Integer, nullable=False),
-    Column("updated_at", Float, nullable=False),
-    # Whether a release runs that began with unit hashes of an older version.
+    Route,
+    ("policy",),
     Column("plain_units", Boolean, nullable=False, server_default=false()),
     Index("routes_newest", "updated_at"),
 )
 
-releases = Table(
+releases = rows_of(
     "releases",
-    metadata,
-    Column("id", String, primary_key=True),
-    Column("policy", String, nullable=False),
-    Column("revision", String, nullable=False),
-    Column("baseline", String),
-    Column("step", String, nullable=False),
-    Column("weight", Float, nullable=False),
-    Column("state", String, nullable=False),
-    Column("settings", JSON, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("updated_at", Float, nullable=False),
-    Column("approval", String),
-    Column("reason", String, nullable=False),
-    Column("version", Integer, nullable=False),
-    Column("canary_started_at", Float),
-    Column("skip_gates", JSON, nullable=False),
-    Column("evidence", JSON, nullable=False),
+    Release,
+    ("id",),
     Column("approved", JSON(none_as_null=True)),
-    Column("canary_version", Integer),
     Column("ramp", JSON, nullable=False, server_default="[]"),
     Index("releases_newest", "policy", "created_at"),
     # A lock: at most one release of a policy runs.
     partial_index("releases_running", "policy", where="state = 'running'", unique=True),
 )
 
-tombstones = Table(
+tombstones = rows_of(
     "tombstones",
-    metadata,
+    Tombstone,
+    (),
     Column("id", Integer, primary_key=True),
-    Column("policy", String, nullable=False),
-    Column("digest", String, nullable=False),
-    Column("reason", String, nullable=False),
-    Column("by", String, nullable=False),
-    Column("at", Float, nullable=False),
-    Column("lifted_by", String),
-    Column("lifted_at", Float),
-    Column("lifted_reason", String),
     partial_index("tombstones_active", "policy", "digest", where="lifted_at IS NULL", unique=True),
 )
 
-leases = Table(
-    "leases",
-    metadata,
-    Column("name", String, primary_key=True),
-    Column("holder", String, nullable=False),
-    Column("until", Float, nullable=False),
-    Column("fence", Integer, nullable=False),
-)
+leases = rows_of("leases", Lease, ("name",))
 
-replicas = Table(
-    "replicas",
-    metadata,
-    Column("id", String, primary_key=True),
-    Column("url", String, nullable=False),
-    Column("base", String, nullable=False),
-    Column("version", String, nullable=False),
-    Column("incarnation", String, nullable=False),
-    Column("beats", Integer, nullable=False),
-    Column("at", Float, nullable=False),
-    Column("draining", Boolean, nullable=False),
-)
+replicas = rows_of("replicas", Replica, ("id",))
 
-replica_loads = Table(
-    "replica_loads",
-    metadata,
-    Column("replica", String, primary_key=True),
-    Column("policy", String, primary_key=True),
-    Column("digest", String, primary_key=True),
-    Column("fault", String),
-)
+replica_loads = rows_of("replica_loads", ReplicaLoad, ("replica", "policy", "digest"))
 
-keys = Table(
+keys = rows_of(
     "keys",
-    metadata,
-    Column("hash", String, primary_key=True),
-    Column("owner", String, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("revoked_at", Float),
+    Key,
+    ("hash",),
     Column("id", String, nullable=False, server_default=""),
     Column("roles", JSON, nullable=False, server_default="[]"),
     Column("policies", JSON, nullable=False, server_default="[]"),
     Column("limits", JSON, nullable=False, server_default="{}"),
-    Column("expires_at", Float),
 )
 
 # Tokens that machines have drawn of budgets, where they share a catalog.
@@ -271,15 +245,7 @@ usage_hours = Table(
 )
 
 # Only tenants with limits or a weight of their own, or that were ever suspended, have a row.
-tenants = Table(
-    "tenants",
-    metadata,
-    Column("name", String, primary_key=True),
-    Column("limits", JSON, nullable=False),
-    Column("weight", Float, nullable=False),
-    Column("suspended_at", Float),
-    Column("suspended_for", String),
-)
+tenants = rows_of("tenants", Tenant, ("name",))
 
 switches = Table(
     "switches",
@@ -288,107 +254,31 @@ switches = Table(
     Column("on", Boolean, nullable=False),
 )
 
-aliases = Table(
-    "aliases",
-    metadata,
-    Column("policy", String, primary_key=True),
-    Column("alias", String, primary_key=True),
-    Column("version", String),
-    Column("digest", String),
-    Column("at", Float, nullable=False),
-)
+aliases = rows_of("aliases", AliasNote, ("policy", "alias"))
 
-notices = Table(
+notices = rows_of(
     "notices",
-    metadata,
-    Column("id", String, primary_key=True),
-    Column("name", String, nullable=False),
-    Column("policy", String, nullable=False),
-    Column("revision", String),
-    Column("reason", String, nullable=False),
-    Column("link", String, nullable=False),
-    Column("at", Float, nullable=False),
-    Column("sent_at", Float),
+    Notice,
+    ("id",),
     Index("notices_newest", "at"),
     partial_index("notices_unsent", "at", where="sent_at IS NULL"),
 )
 
-audit = Table(
-    "audit",
-    metadata,
-    Column("id", Integer, primary_key=True, autoincrement=False),
-    Column("at", Float, nullable=False),
-    Column("actor", String, nullable=False),
-    Column("on_behalf_of", String),
-    Column("action", String, nullable=False),
-    Column("subject", String, nullable=False),
-    Column("before", String, nullable=False),
-    Column("after", String, nullable=False),
-    Column("hash", String, nullable=False),
-)
+audit = rows_of("audit", AuditEntry, (), Column("id", Integer, primary_key=True, autoincrement=False))
 
 # The Tinker API's own index. Its checkpoints are named states of the trainer, or revisions.
-tinker_sessions = Table(
-    "tinker_sessions",
-    metadata,
-    Column("id", String, primary_key=True),
-    Column("tenant", String, nullable=False),
-    Column("user_metadata", JSON, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("finished", String),
+tinker_sessions = rows_of("tinker_sessions", TinkerSession, ("id",))
+tinker_models = rows_of(
+    "tinker_models", TinkerModel, ("id",), Index("tinker_models_newest", "tenant", "created_at")
 )
-
-tinker_models = Table(
-    "tinker_models",
-    metadata,
-    Column("id", String, primary_key=True),
-    Column("session", String, nullable=False),
-    Column("tenant", String, nullable=False),
-    Column("policy", String, nullable=False),
-    Column("rank", Integer, nullable=False),
-    Column("targets", JSON, nullable=False),
-    Column("user_metadata", JSON, nullable=False),
-    Column("next_seq", Integer, nullable=False),
-    Column("gathered", Integer, nullable=False),
-    Column("corrupted", Boolean, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("used_at", Float, nullable=False),
-    Index("tinker_models_newest", "tenant", "created_at"),
-)
-
-tinker_checkpoints = Table(
+tinker_checkpoints = rows_of(
     "tinker_checkpoints",
-    metadata,
-    Column("model", String, primary_key=True),
-    Column("kind", String, primary_key=True),
-    Column("name", String, primary_key=True),
-    Column("tenant", String, nullable=False),
-    Column("stored", String, nullable=False),
+    TinkerCheckpoint,
+    ("model", "kind", "name"),
     Column("bytes", BigInteger),
-    Column("public", Boolean, nullable=False),
-    Column("user_metadata", JSON, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("expires_at", Float),
     Index("tinker_checkpoints_newest", "tenant", "created_at"),
 )
-
-tinker_samplers = Table(
-    "tinker_samplers",
-    metadata,
-    Column("id", String, primary_key=True),
-    Column("session", String, nullable=False),
-    Column("tenant", String, nullable=False),
-    Column("served", String, nullable=False),
-    Column("path", String),
-    Column("created_at", Float, nullable=False),
-)
-
-tinker_results = Table(
-    "tinker_results",
-    metadata,
-    Column("id", String, primary_key=True),
-    Column("tenant", String, nullable=False),
-    Column("body", JSON, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Index("tinker_results_oldest", "created_at"),
+tinker_samplers = rows_of("tinker_samplers", TinkerSampler, ("id",))
+tinker_results = rows_of(
+    "tinker_results", TinkerResult, ("id",), Index("tinker_results_oldest", "created_at")
 )

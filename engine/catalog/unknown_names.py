@@ -2,16 +2,13 @@
 
 from collections.abc import Sequence
 
-from engine.catalog.access import Access
+from engine.catalog.access import CatalogPart
 from engine.errors import NotFound
 from engine.settings.params import DIGEST12
 
 
-class UnknownNames:
+class UnknownNames(CatalogPart):
     """Errors that say what is missing; `suggestions.Suggestions` also names what is near."""
-
-    def __init__(self, access: Access):
-        self._access = access
 
     def unknown(self, policy: str) -> NotFound:
         """Return the error for an unknown policy."""

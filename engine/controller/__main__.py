@@ -138,8 +138,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m engine.controller", description=__doc__)
     parser.add_argument("--params", type=Path, default=Path("params.yaml"))
     arguments = parser.parse_args()
-    for noisy in ("httpx", "alembic"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         params = load_params(arguments.params)
         set_up(params.log_format)

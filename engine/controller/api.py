@@ -203,21 +203,17 @@ def _add_decisions(app: FastAPI, controller: Controller) -> None:
             changes.record_probe(body.policy, body.digest, body.result)
         return body.result.to_json()
 
-    @app.post("/promote")
-    def promote(body: RevisionBody, key: Admin) -> dict[str, Any]:
-        return asdict(decisions.promote(body.policy, body.digest, key.named(body.by), body.reason))
+    def add(name: str, message: type[HoldBody], decide: Callable[..., Any]) -> None:
+        def decided(body: Any, key: Admin) -> dict[str, Any]:
+            return asdict(decide(body.policy, body.digest, key.named(body.by), body.reason))
 
-    @app.post("/rollback")
-    def rollback(body: RevisionBody, key: Admin) -> dict[str, Any]:
-        return asdict(decisions.rollback(body.policy, body.digest, key.named(body.by), body.reason))
+        decided.__annotations__["body"] = message
+        app.post(name)(decided)
 
-    @app.post("/lift")
-    def lift(body: RevisionBody, key: Admin) -> dict[str, Any]:
-        return asdict(decisions.lift(body.policy, body.digest, key.named(body.by), body.reason))
-
-    @app.post("/restore")
-    def restore(body: RestoreBody, key: Admin) -> dict[str, Any]:
-        return asdict(decisions.restore(body.policy, body.digest, key.named(body.by), body.reason))
+    add("/promote", RevisionBody, decisions.promote)
+    add("/rollback", RevisionBody, decisions.rollback)
+    add("/lift", RevisionBody, decisions.lift)
+    add("/restore", RestoreBody, decisions.restore)
 
     @app.post("/purge")
     def purge(body: PurgeBody, key: Admin) -> dict[str, int]:

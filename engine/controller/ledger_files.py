@@ -52,12 +52,12 @@ class LedgerFiles:
     def purge(self, policy: str) -> Removed:
         """Remove a policy's rows from ledger, snapshot and rejected lines; return how many, by table."""
         removal = of_policy(self._paths.ledger, policy)
-        return self._answer("purge", policy, partial(self._remove, removal, "policy", [policy]))
+        return self._answer("purge", policy, partial(self._remove, removal))
 
     def erase(self, keys: Sequence[str]) -> Removed:
         """Remove what these keys (ids or hashes) asked and rated, as `purge` does."""
         removal = of_keys(self._paths.ledger, keys)
-        return self._answer("erase", tuple(sorted(keys)), partial(self._remove, removal, "key", keys))
+        return self._answer("erase", tuple(sorted(keys)), partial(self._remove, removal))
 
     def start_removal(self, name: str, removal: Removal) -> None:
         """Remove rows while the loop goes on, unless the last one of this name is still under way."""
@@ -91,7 +91,7 @@ class LedgerFiles:
         with self._starting:
             return sorted({name for (name, _), future in self._under_way.items() if not future.done()})
 
-    def _remove(self, removal: Removal, field: str = "", values: Sequence[str] = ()) -> Removed:
+    def _remove(self, removal: Removal) -> Removed:
         with _held(self._removing):
             for _ in range(ROUNDS):
                 self.publish()
@@ -100,8 +100,8 @@ class LedgerFiles:
                 removed: Removed = self._on_ledger(removal.switch)
                 # Readers would see the rows, and their bytes, until the next copy.
                 self.publish()
-            if field:
-                removed["rejected"] = purge_rejected(self._paths.spool, field, values)
+            if removal.field:
+                removed["rejected"] = purge_rejected(self._paths.spool, removal)
             self.rewritten()
         return removed
 

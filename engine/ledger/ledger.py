@@ -18,6 +18,7 @@ from engine.errors import ConfigError, Conflict, NotFound
 from engine.files import sync
 from engine.ledger.copies import LedgerCopy, LedgerFile
 from engine.ledger.spool import REJECTED, Spool, read_lines, ready_files
+from engine.version import UPGRADE_FIRST
 
 __all__ = ["Ledger", "Spool", "open_snapshot"]
 
@@ -271,6 +272,8 @@ def _migrate(connection: duckdb.DuckDBPyConnection, path: Path) -> None:
         raise ConfigError(
             f"The ledger {path} has schema {found}, newer than this code's {max(files)}. Upgrade Graftwork."
         )
+    if 0 < found < min(files):
+        raise ConfigError(f"The ledger {path} has schema {found}, older than {min(files)}. {UPGRADE_FIRST}")
     for version in sorted(number for number in files if number > found):
         connection.begin()
         connection.execute(files[version].read_text())

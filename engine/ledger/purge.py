@@ -27,12 +27,21 @@ OF_OLD = 'SELECT id FROM observations WHERE "at" < ?'
 class Removal:
     """The removal of rows from the ledger at `path`: `copy` once or more on any thread, then `switch`.
 
-    `where` returns each table's condition, whose every mark stands for `value`. A kill at any moment leaves
-    the old file or the new one, whole, and the removal can begin anew.
+    `where` returns each table's condition, whose every mark stands for `value`. Of rejected lines those go
+    that have one of `values` in `field`. A kill at any moment leaves the old file or the new one, whole, and
+    the removal can begin anew.
     """
 
-    def __init__(self, path: Path, where: Callable[[Columns], Mapping[str, str]], value: Any):
+    def __init__(
+        self,
+        path: Path,
+        where: Callable[[Columns], Mapping[str, str]],
+        value: Any,
+        field: str = "",
+        values: Sequence[str] = (),
+    ):
         self._path, self._where, self._value = path, where, value
+        self.field, self.values = field, values
         self._fresh = path.with_name(f"{path.name}{FRESH}")
         # Of each table: the newest row that was looked at.
         self._until: dict[str, int] = {}
@@ -105,14 +114,15 @@ def of_policy(ledger: Path, policy: str) -> Removal:
         rated = "request_id IN (SELECT id FROM observations WHERE policy = ?)"
         return {"feedback": rated} | dict.fromkeys(tables, "policy = ?")
 
-    return Removal(ledger, where, policy)
+    return Removal(ledger, where, policy, "policy", [policy])
 
 
 def of_keys(ledger: Path, keys: Sequence[str]) -> Removal:
     """Return the removal of what was asked and rated by these keys (ids or hashes)."""
     asked = "list_contains(?, key)"
     rated = f"{asked} OR request_id IN (SELECT id FROM observations WHERE list_contains(?, key))"
-    return Removal(ledger, lambda _: {"feedback": rated, "observations": asked}, list(keys))
+    where = {"feedback": rated, "observations": asked}
+    return Removal(ledger, lambda _: where, list(keys), "key", keys)
 
 
 def of_old(ledger: Ledger, before: float) -> Removal | None:
@@ -123,22 +133,15 @@ def of_old(ledger: Ledger, before: float) -> Removal | None:
     return Removal(ledger.path, lambda _: where, before)
 
 
-def purge(ledger: Ledger, spool: Path, snapshot: Path, policy: str) -> dict[str, int]:
-    """Remove a policy's events from ledger, spool and snapshot; return how many of each, by table.
+def purge(ledger: Ledger, spool: Path, snapshot: Path, removal: Removal) -> dict[str, int]:
+    """Do a removal from ledger, spool and snapshot; return how many rows and lines went, by table.
 
     For a ledger that nobody waits for. Events in the spool are ingested first and so removed too; files that
     writers hold open (`Spool` hands them over within a quarter of a second) are found by a second call.
     """
     ledger.ingest(spool)
-    rejected = purge_rejected(spool, "policy", [policy])
-    return remove(ledger, snapshot, of_policy(ledger.path, policy)) | {"rejected": rejected}
-
-
-def erase(ledger: Ledger, spool: Path, snapshot: Path, keys: Sequence[str]) -> dict[str, int]:
-    """Remove what was asked and rated by these keys (ids or hashes), as `purge` does."""
-    ledger.ingest(spool)
-    rejected = purge_rejected(spool, "key", keys)
-    return remove(ledger, snapshot, of_keys(ledger.path, keys)) | {"rejected": rejected}
+    rejected = purge_rejected(spool, removal)
+    return remove(ledger, snapshot, removal) | {"rejected": rejected}
 
 
 def remove(ledger: Ledger, snapshot: Path, removal: Removal) -> dict[str, int]:
@@ -159,12 +162,12 @@ def _quoted(path: Path) -> str:
     return str(path).replace("'", "''")
 
 
-def purge_rejected(spool: Path, field: str, values: Sequence[str]) -> int:
-    """Remove lines with one of these values in a field from a spool's rejected files; return how many."""
+def purge_rejected(spool: Path, removal: Removal) -> int:
+    """Remove a removal's lines from a spool's rejected files; return how many."""
     removed, folder = 0, spool / REJECTED
     for path in folder.glob("*") if folder.is_dir() else ():
         lines = list(read_lines(path))
-        kept = [line for line in lines if not _is_of(line, field, values)]
+        kept = [line for line in lines if not _is_of(line, removal.field, removal.values)]
         if len(kept) == len(lines):
             continue
         removed += len(lines) - len(kept)

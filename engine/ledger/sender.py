@@ -4,16 +4,13 @@ The spool stays the buffer: a file is removed once it is acknowledged. A file th
 process died in between, has the same events with the same ids, and the ledger takes each once.
 """
 
-import fcntl
 import logging
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from engine.clients.controller import ControllerClient
 from engine.errors import GraftworkError
+from engine.file_lock import alone_in
 from engine.ledger.spool import REJECTED, Spool, read_lines, ready_files
 from engine.security.credentials import known_credential
 from engine.settings.params import Params
@@ -54,7 +51,7 @@ class EventSender:
             return 0
         sent = 0
         try:
-            with _alone(self._root) as is_ours:
+            with alone_in(self._root / "sending.lock") as is_ours:
                 for path in ready_files(self._root) if is_ours else ():
                     sent += self._send(path)
             self._pause_s, self._said = 0.0, ""
@@ -99,16 +96,3 @@ def parts_of(lines: bytes, most: int = MOST_BYTES) -> list[bytes]:
         else:
             parts.append(line)
     return parts
-
-
-@contextmanager
-def _alone(root: Path) -> Iterator[bool]:
-    """Yield whether no other process sends from this spool now."""
-    handle = os.open(root / "sending.lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield True
-    except BlockingIOError:
-        yield False
-    finally:
-        os.close(handle)

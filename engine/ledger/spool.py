@@ -8,7 +8,6 @@ files (`sender.py`).
 """
 
 import contextlib
-import fcntl
 import os
 import threading
 import time
@@ -19,7 +18,8 @@ from typing import Any
 
 import orjson
 
-from engine.threads import Work
+from engine.file_lock import create_locked, has_holder
+from engine.threads import PeriodicThread
 
 ROTATE_S = 0.25
 # A writer needs microseconds from creating a file to giving it the name that readers look for.
@@ -33,7 +33,7 @@ class Spool:
     """The writer's side, for one process; safe in its threads and after a fork."""
 
     def __init__(self, root: Path | str, writer: str, send: Callable[[], object] | None = None):
-        """`send` is called after each hand-over, by a thread that starts now, and at the end."""
+        """`send` is called as often as events are handed over, in a thread from now on, and at the end."""
         self.root = Path(root)
         self.root.mkdir(parents=True, exist_ok=True)
         self._writer, self._send = writer, send
@@ -42,9 +42,9 @@ class Spool:
         self._path = self.root
         self._size = 0
         self._pid = 0
-        self._closed = threading.Event()
+        self._threads: list[PeriodicThread] = []
         if send is not None:
-            self._start_thread()
+            self._start_threads()
 
     def emit(self, table: str, **fields: Any) -> str:
         """Append one event and return its id; `id` and `at` (epoch seconds) may be given.
@@ -81,17 +81,18 @@ class Spool:
             os.close(fd)
 
     def close(self) -> None:
-        """Hand the written events over and end the thread."""
-        self._closed.set()
+        """Hand the written events over and end the threads."""
+        for thread in self._threads:
+            thread.stop()
         self.rotate()
         if self._send is not None:
             self._send()
 
     def _append(self, line: bytes) -> None:
         if self._pid != os.getpid():
-            # After a fork the open file and the thread are the parent's, which may have held the lock.
+            # After a fork the open file and the threads are the parent's, which may have held the lock.
             self._fd, self._handing = None, threading.Lock()
-            self._start_thread()
+            self._start_threads()
         if self._fd is None:
             self._open()
         assert self._fd is not None
@@ -105,33 +106,20 @@ class Spool:
             raise
         self._size += len(line)
 
-    def _start_thread(self) -> None:
+    def _start_threads(self) -> None:
         self._pid = os.getpid()
-        threading.Thread(target=self._rotate_often, name="spool", daemon=True).start()
+        self._threads = [PeriodicThread(f"spool-{self._writer}", ROTATE_S, self.rotate, at_once=False)]
+        if self._send is not None:
+            name = f"spool-{self._writer}-send"
+            self._threads.append(PeriodicThread(name, ROTATE_S, self._send, at_once=False))
+        for thread in self._threads:
+            thread.start()
 
     def _open(self) -> None:
-        # Locked before it gets the name that readers look for: they never see it unlocked.
         name = f"{self._writer}-{os.getpid()}-{uuid.uuid4()}"
-        fresh = self.root / f"{name}.new"
-        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._path = fresh.rename(self.root / f"{name}.open")
-        except OSError:
-            os.close(fd)
-            fresh.unlink(missing_ok=True)
-            raise
-        self._fd, self._size = fd, 0
-
-    def _rotate_often(self) -> None:
-        works: list[tuple[Work, Callable[[], object]]] = [(Work(f"spool-{self._writer}"), self.rotate)]
-        if self._send is not None:
-            works.append((Work(f"spool-{self._writer}-send"), self._send))
-        while not self._closed.wait(ROTATE_S):
-            for work, call in works:
-                work.turn(call)
-        for work, _ in works:
-            work.end()
+        path = self.root / f"{name}.open"
+        self._fd, self._size = create_locked(self.root / f"{name}.new", path, os.O_APPEND), 0
+        self._path = path
 
 
 def ready_files(root: Path) -> list[Path]:
@@ -145,7 +133,7 @@ def ready_files(root: Path) -> list[Path]:
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > OLDEST_NEW_S:
                     path.unlink()
-        elif path.suffix == ".jsonl" or (path.suffix == ".open" and _writer_is_dead(path)):
+        elif path.suffix == ".jsonl" or (path.suffix == ".open" and not has_holder(path, gone=True)):
             try:
                 found.append((path.stat().st_mtime_ns, path))
             except FileNotFoundError:
@@ -159,12 +147,3 @@ def read_lines(path: Path) -> Iterator[bytes]:
     for line in path.read_bytes().splitlines(keepends=True):
         if line.endswith(b"\n"):
             yield line
-
-
-def _writer_is_dead(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (BlockingIOError, FileNotFoundError):
-        return False
-    return True

@@ -1,11 +1,10 @@
 """Gateways that are alive hold a lock on a file of their own; open rows of the others are closed."""
 
-import fcntl
-import os
 import sqlite3
 from pathlib import Path
 from typing import Any
 
+from engine.file_lock import create_locked, has_holder
 from engine.metering.usage_rows import Metered, Spending, begin, close_row
 
 OPEN = """
@@ -18,7 +17,7 @@ def close_dead(root: Path, connection: sqlite3.Connection) -> int:
     """Close the open rows of gateways that are gone, mostly as `unknown`; return how many there were."""
     closed = 0
     for file in (root / "gateways").glob("*"):
-        if not _is_dead(file):
+        if has_holder(file, gone=False):
             continue
         with begin(connection):
             spending = Spending(connection)
@@ -37,20 +36,4 @@ def alive_file(root: Path, gateway: str) -> int:
     """Create a gateway's file and lock it for as long as this process lives; return its descriptor."""
     folder = root / "gateways"
     folder.mkdir(exist_ok=True, mode=0o700)
-    # Locked before it has the name that others look for.
-    fresh = root / f"{gateway}.new"
-    file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    fresh.rename(folder / gateway)
-    return file
-
-
-def _is_dead(file: Path) -> bool:
-    try:
-        with file.open("rb") as opened:
-            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return True
-    except BlockingIOError:
-        return False
-    return True
+    return create_locked(root / f"{gateway}.new", folder / gateway)

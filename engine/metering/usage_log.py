@@ -11,10 +11,7 @@ at what they had reserved.
 
 import logging
 import os
-import threading
-import time
 import uuid
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -25,7 +22,7 @@ from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.shared_usage import SharedUsage
 from engine.metering.usage_rows import Shortage, UsageRows, begin, connect
 from engine.metering.usage_schema import create
-from engine.threads import PeriodicThread, Work
+from engine.threads import PeriodicThread
 
 SYNC_S = 0.25
 CHECK_S = 5.0
@@ -56,25 +53,29 @@ class UsageLog(UsageRows):
         super().__init__(root / "usage.db", uuid.uuid4().hex, shared is not None)
         self.root, self.shared = root, shared
         self._alive = alive_file(root, self.gateway)
-        self._closed = threading.Event()
-        self._syncing = Work("usage-sync")
-        self._thread = threading.Thread(target=self._keep, name="usage-log", daemon=True)
-        self._thread.start()
+        self._is_closed = False
+        self._syncing = PeriodicThread("usage-sync", SYNC_S, self._sync)
+        self._keeping = [
+            self._syncing,
+            PeriodicThread("usage-export", EXPORT_S, self._export, at_once=False),
+            PeriodicThread("usage-close-dead", CHECK_S, self._close_dead),
+        ]
         self._sharing: PeriodicThread | None = None
         if shared is not None:
             self._copies = SharedUsage(root, shared.access)
             self._sharing = PeriodicThread("usage-share", SHARE_S, self._share)
-            self._sharing.start()
+            self._keeping.append(self._sharing)
+        for thread in self._keeping:
+            thread.start()
 
     def close(self) -> None:
         """Stop; open rows stay and are closed by the next gateway."""
-        self._closed.set()
-        self._thread.join()
-        if self._sharing is not None:
-            self._sharing.stop()
-            self._sharing.join()
-        self._syncing.turn(self._sync)
-        self._syncing.end()
+        self._is_closed = True
+        for thread in self._keeping:
+            thread.stop()
+        for thread in self._keeping:
+            thread.join()
+        self._syncing.work.turn(self._sync)
         self._connection.close()
         os.close(self._alive)
 
@@ -121,28 +122,8 @@ class UsageLog(UsageRows):
                 if tokens:
                     self.shared.give_back(subject, period, tokens)
 
-    def _keep(self) -> None:
-        """Make commits durable, close rows of dead gateways, move settled rows to Parquet."""
-        began = time.monotonic()
-        works: list[tuple[Work, Callable[[], object], float]] = [
-            (Work("usage-export"), lambda: export(self.root, go_on=self._between), EXPORT_S),
-            (Work("usage-close-dead"), self._close_dead, CHECK_S),
-        ]
-        # The export waits for its first interval.
-        due = [began + EXPORT_S, *[began] * (len(works) - 1)]
-        while not self._closed.wait(SYNC_S):
-            self._syncing.turn(self._sync)
-            for number, (work, call, every) in enumerate(works):
-                if time.monotonic() >= due[number]:
-                    due[number] = time.monotonic() + every
-                    work.turn(call)
-        for work, _, _ in works:
-            work.end()
-
-    def _between(self) -> bool:
-        """Make commits durable while rows are moved; say whether to go on."""
-        self._syncing.turn(self._sync)
-        return not self._closed.is_set()
+    def _export(self) -> None:
+        export(self.root, go_on=lambda: not self._is_closed)
 
     def _sync(self) -> None:
         """Write the log's pages to the disk; SQLite itself does so at checkpoints alone."""

@@ -1,4 +1,4 @@
-"""The usage log's database: its schema and its migrations."""
+"""The usage log's database: its schema, and the step from the version before."""
 
 from contextlib import closing
 from pathlib import Path
@@ -6,51 +6,20 @@ from pathlib import Path
 from engine.errors import ConfigError
 from engine.metering.usage_rows import begin, connect
 
-# Applied in order; `user_version` counts them.
-SCHEMA = (
-    """
-    CREATE TABLE requests (
-        seq INTEGER PRIMARY KEY, id TEXT NOT NULL, gateway TEXT NOT NULL, at REAL NOT NULL,
-        tenant TEXT NOT NULL, key TEXT NOT NULL, policy TEXT NOT NULL, revision TEXT NOT NULL,
-        purpose TEXT NOT NULL, reserved INTEGER NOT NULL, state TEXT NOT NULL, status INTEGER,
-        prompt INTEGER, completion INTEGER, settled_at REAL
-    ) STRICT;
-    CREATE TABLE spent (
-        subject TEXT NOT NULL, period TEXT NOT NULL, used INTEGER NOT NULL, reserved INTEGER NOT NULL,
-        PRIMARY KEY (subject, period)
-    ) STRICT, WITHOUT ROWID;
-    CREATE TABLE hours (
-        hour INTEGER NOT NULL, tenant TEXT NOT NULL, key TEXT NOT NULL, policy TEXT NOT NULL,
-        revision TEXT NOT NULL, purpose TEXT NOT NULL, requests INTEGER NOT NULL, prompt INTEGER NOT NULL,
-        completion INTEGER NOT NULL, unknown INTEGER NOT NULL,
-        PRIMARY KEY (hour, tenant, key, policy, revision, purpose)
-    ) STRICT, WITHOUT ROWID;
-    CREATE TABLE drawn (
-        subject TEXT NOT NULL, period TEXT NOT NULL, tokens INTEGER NOT NULL, PRIMARY KEY (subject, period)
-    ) STRICT, WITHOUT ROWID;
-    CREATE TABLE exported (file TEXT PRIMARY KEY, first INTEGER NOT NULL, last INTEGER NOT NULL) STRICT;
-    """,
-    # No number of tokens is negative.
-    """
-    ALTER TABLE requests RENAME TO requests_1;
+VERSION = 3
+# No number of tokens is negative.
+COUNTED = """
     CREATE TABLE requests (
         seq INTEGER PRIMARY KEY, id TEXT NOT NULL, gateway TEXT NOT NULL, at REAL NOT NULL,
         tenant TEXT NOT NULL, key TEXT NOT NULL, policy TEXT NOT NULL, revision TEXT NOT NULL,
         purpose TEXT NOT NULL, reserved INTEGER NOT NULL CHECK (reserved >= 0), state TEXT NOT NULL,
         status INTEGER, prompt INTEGER CHECK (prompt >= 0), completion INTEGER CHECK (completion >= 0),
-        settled_at REAL
+        settled_at REAL, repeated INTEGER NOT NULL DEFAULT 0
     ) STRICT;
-    INSERT INTO requests SELECT seq, id, gateway, at, tenant, key, policy, revision, purpose, reserved, state,
-        status, max(prompt, 0), max(completion, 0), settled_at FROM requests_1;
-    DROP TABLE requests_1;
-    ALTER TABLE spent RENAME TO spent_1;
     CREATE TABLE spent (
         subject TEXT NOT NULL, period TEXT NOT NULL, used INTEGER NOT NULL CHECK (used >= 0),
         reserved INTEGER NOT NULL, PRIMARY KEY (subject, period)
     ) STRICT, WITHOUT ROWID;
-    INSERT INTO spent SELECT subject, period, max(used, 0), reserved FROM spent_1;
-    DROP TABLE spent_1;
-    ALTER TABLE hours RENAME TO hours_1;
     CREATE TABLE hours (
         hour INTEGER NOT NULL, tenant TEXT NOT NULL, key TEXT NOT NULL, policy TEXT NOT NULL,
         revision TEXT NOT NULL, purpose TEXT NOT NULL, requests INTEGER NOT NULL,
@@ -58,12 +27,15 @@ SCHEMA = (
         unknown INTEGER NOT NULL CHECK (unknown >= 0),
         PRIMARY KEY (hour, tenant, key, policy, revision, purpose)
     ) STRICT, WITHOUT ROWID;
-    INSERT INTO hours SELECT hour, tenant, key, policy, revision, purpose, requests, max(prompt, 0),
-        max(completion, 0), max(unknown, 0) FROM hours_1;
-    DROP TABLE hours_1;
-    """,
-    # What the catalog that machines share has of this log: the rows that may still change, from an hour on.
-    """
+"""
+OTHERS = """
+    CREATE TABLE drawn (
+        subject TEXT NOT NULL, period TEXT NOT NULL, tokens INTEGER NOT NULL, PRIMARY KEY (subject, period)
+    ) STRICT, WITHOUT ROWID;
+    CREATE TABLE exported (file TEXT PRIMARY KEY, first INTEGER NOT NULL, last INTEGER NOT NULL) STRICT;
+"""
+# What the catalog that machines share has of this log: the rows that may still change, from an hour on.
+SHARED = """
     CREATE TABLE log (id TEXT NOT NULL, turn INTEGER NOT NULL, since INTEGER NOT NULL) STRICT;
     INSERT INTO log VALUES (lower(hex(randomblob(16))), 0, 0);
     CREATE TABLE copied (
@@ -73,9 +45,23 @@ SCHEMA = (
         reserved INTEGER NOT NULL,
         PRIMARY KEY (hour, tenant, key, policy, revision, purpose)
     ) STRICT, WITHOUT ROWID;
-    ALTER TABLE requests ADD COLUMN repeated INTEGER NOT NULL DEFAULT 0;
-    """,
-)
+"""
+# Version 1, which commit 265b009 has, lacks the checks, `repeated` and what is shared.
+SET_ASIDE = """
+    ALTER TABLE requests RENAME TO old_requests;
+    ALTER TABLE spent RENAME TO old_spent;
+    ALTER TABLE hours RENAME TO old_hours;
+"""
+CARRY_OVER = """
+    INSERT INTO requests SELECT seq, id, gateway, at, tenant, key, policy, revision, purpose, reserved, state,
+        status, max(prompt, 0), max(completion, 0), settled_at, 0 FROM old_requests;
+    INSERT INTO spent SELECT subject, period, max(used, 0), reserved FROM old_spent;
+    INSERT INTO hours SELECT hour, tenant, key, policy, revision, purpose, requests, max(prompt, 0),
+        max(completion, 0), max(unknown, 0) FROM old_hours;
+    DROP TABLE old_requests;
+    DROP TABLE old_spent;
+    DROP TABLE old_hours;
+"""
 
 
 def create(path: Path) -> None:
@@ -89,13 +75,15 @@ def create(path: Path) -> None:
     with closing(connect(path)) as connection:
         connection.execute("PRAGMA journal_mode=WAL")
         with begin(connection):
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            if version > len(SCHEMA):
+            (found,) = connection.execute("PRAGMA user_version").fetchone()
+            if found > VERSION:
                 raise ConfigError(
-                    f"{path} has schema {version}, and this version of Graftwork knows {len(SCHEMA)}. "
+                    f"{path} has schema {found}, and this version of Graftwork knows {VERSION}. "
                     "Use the newer version, or set another state_dir."
                 )
-            for script in SCHEMA[version:]:
-                for statement in filter(str.strip, script.split(";")):
-                    connection.execute(statement)
-            connection.execute(f"PRAGMA user_version={len(SCHEMA)}")
+            if found == VERSION:
+                return
+            script = SET_ASIDE + COUNTED + CARRY_OVER if found else COUNTED + OTHERS
+            for statement in filter(str.strip, (script + SHARED).split(";")):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version={VERSION}")

@@ -17,8 +17,8 @@ from engine.ledger.ledger import open_snapshot
 from engine.ledger.queries import canary_fallbacks, canary_ratings, canary_weights, named_rows
 from engine.quality.canary import FeedbackCounts
 from engine.quality.guards import GuardResult, RewardGuard
-from engine.report.answers import sample_answers
 from engine.report.data import (
+    AnswerPair,
     CanaryPoint,
     Curve,
     Event,
@@ -46,6 +46,17 @@ STEPS = """
     )
     SELECT train_steps.* FROM train_steps JOIN lines USING (session)
     WHERE policy = $policy AND "at" >= $since AND reward IS NOT NULL ORDER BY began, session, step
+"""
+# The first items of the suite are shown, whatever their scores: a choice by score would flatter.
+SAMPLES = 6
+# `SELECT *`: a snapshot written by an older version has fewer columns.
+ANSWERS = """
+    SELECT * FROM scores
+    WHERE base = $base AND suite = $suite AND digest IS NOT DISTINCT FROM $digest
+        AND (digest IS NULL OR policy = $policy) AND suite_version = (
+            SELECT arg_max(suite_version, "at") FROM scores WHERE base = $base AND suite = $suite)
+    QUALIFY row_number() OVER (PARTITION BY item ORDER BY "at" DESC) = 1
+    ORDER BY item LIMIT $most
 """
 
 
@@ -119,6 +130,25 @@ def _answers(
     scored = (row for row in revisions if row.policy == policy.name and row.score)
     newest = next(scored, None)
     return sample_answers(ledger, policy.base, newest) if newest else None
+
+
+def sample_answers(ledger: duckdb.DuckDBPyConnection, base: str, row: RevisionRow) -> SampleAnswers | None:
+    """Return answers before and after of a scored revision; None when nothing is known of its questions."""
+    if row.score is None:
+        return None
+    named = {"base": base, "policy": row.policy, "suite": row.score.suite, "most": SAMPLES}
+    before, after = (
+        {one["item"]: one for one in named_rows(ledger.execute(ANSWERS, named | {"digest": digest}))}
+        for digest in (None, row.digest)
+    )
+    pairs = tuple(
+        AnswerPair(
+            told["question"], *(side[item][name] for side in (before, after) for name in ("answer", "score"))
+        )
+        for item, told in after.items()
+        if item in before and told.get("question")
+    )
+    return SampleAnswers(row.policy, row.digest, pairs) if pairs else None
 
 
 def _made(revisions: Sequence[RevisionRow], directory: Path | None) -> dict[str, str]:

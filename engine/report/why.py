@@ -4,9 +4,11 @@ Read from the ledger's snapshot, the catalog and the revision's manifest, withou
 nothing known says why.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from statistics import fmean
 from typing import Any
 
 import duckdb
@@ -17,12 +19,13 @@ from engine.catalog.opening import open_catalog
 from engine.catalog.records import served_name, split_served_name
 from engine.errors import Conflict, NotFound
 from engine.ledger.ledger import open_ledger
-from engine.ledger.queries import named_rows
-from engine.report import revision_page as page_data
+from engine.ledger.queries import latest_scores, named_rows
+from engine.quality.estimate import Difference, interval, paired_difference
 from engine.report.data import Curve
 from engine.report.overview import contract_of, role_of, suite_score, task_of
 from engine.report.training import spoken
 from engine.settings.params import DIGEST12, Params
+from engine.training.service.train_step import TrainStep
 
 ANSWER = """
     SELECT id, "at", policy, digest, arm, unit, purpose, status, latency_s, prompt_tokens, completion_tokens,
@@ -37,8 +40,77 @@ STEP = "SELECT session, step FROM train_steps WHERE policy = ? AND digest = ? LI
 SUITE = """
     SELECT suite, arg_max(suite_version, "at") FROM scores WHERE policy = ? AND digest = ? GROUP BY suite
 """
+VERDICTS = """
+    SELECT "at", verdict, "by", reason FROM verdicts
+    WHERE policy = ? AND digest = ? ORDER BY "at" DESC LIMIT 20
+"""
+# `SELECT *`: a snapshot written by an older version has fewer columns.
+TRAINED = """
+    SELECT * FROM train_steps
+    WHERE policy = ? AND session = ? AND step <= ? AND reward IS NOT NULL ORDER BY step
+"""
 DIGITS = 6
 NOT_BASE = "The base is not trained here."
+
+
+@dataclass(frozen=True)
+class MeanScore:
+    """A suite's mean score with its 95% interval, in [0, 1], and when it was measured (epoch seconds)."""
+
+    mean: float
+    low: float
+    high: float
+    items: int
+    at: float
+
+
+@dataclass(frozen=True)
+class VerdictRow:
+    """One verdict; `at` is epoch seconds."""
+
+    at: float
+    verdict: str
+    by: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class VersionFacts:
+    """What a revision's page shows; `steps` are those of the training that produced it, in order."""
+
+    policy: str
+    digest: str
+    parent: str | None
+    champion: str | None
+    suite: str
+    bytes: int
+    probe: dict[str, Any]
+    children: tuple[str, ...] = ()
+    score: MeanScore | None = None
+    parent_score: MeanScore | None = None
+    champion_score: MeanScore | None = None
+    base_score: MeanScore | None = None
+    against_champion: Difference | None = None
+    verdicts: tuple[VerdictRow, ...] = ()
+    steps: tuple[TrainStep, ...] = ()
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """Return the mean reward of each step."""
+        return tuple(step.reward for step in self.steps if step.reward is not None)
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of trained tokens."""
+        return sum(step.tokens or 0 for step in self.steps)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Return the steps' seconds by phase."""
+        spent: Counter[str] = Counter()
+        for step in self.steps:
+            spent.update(step.phases)
+        return dict(spent)
 
 
 @dataclass(frozen=True)
@@ -59,6 +131,52 @@ class Chain:
     policy: str | None
     digest: str | None
     links: tuple[Link, ...]
+
+
+def gather(params: Params, policy: str, digest: str) -> VersionFacts:
+    """Return the facts about a revision; raises `NotFound` for an unknown one."""
+    with open_catalog(params.paths) as catalog, open_ledger(params.paths.ledger_snapshot) as ledger:
+        revision = catalog.revisions.get(policy, digest)
+        fixed: dict[str, Any] = {
+            "policy": policy, "digest": revision.digest, "parent": revision.parent,
+            "champion": catalog.routes.get(policy).champion, "bytes": revision.bytes,
+            "suite": str(catalog.policies.get(policy).config.get("suite", "")),
+            "probe": revision.probe or {},
+            "children": tuple(it.digest for it in catalog.listing.children(policy, revision.digest)),
+        }  # fmt: skip
+        manifest = stored_manifest(params.paths.revision(policy, revision.digest))
+        session = manifest.get("config", {}).get("session")
+        steps = named_rows(ledger.execute(TRAINED, [policy, session, revision.step]))
+        measured = _measured(ledger, revision.base, fixed)
+        return VersionFacts(**fixed, **measured, steps=tuple(map(TrainStep.of, steps)))
+
+
+def _measured(ledger: duckdb.DuckDBPyConnection, base: str, fixed: dict[str, Any]) -> dict[str, Any]:
+    def items(digest: str | None) -> dict[str, tuple[float, float]]:
+        found = latest_scores(ledger, base, fixed["policy"], fixed["suite"], digest)
+        return {one.item: (one.score, one.at) for one in found if one.is_newest}
+
+    mine, champion = items(fixed["digest"]), items(fixed["champion"])
+    common = sorted(set(mine) & set(champion))
+    against = None
+    if common and fixed["champion"] != fixed["digest"]:
+        against = paired_difference([mine[i][0] for i in common], [champion[i][0] for i in common])
+    said = ledger.execute(VERDICTS, [fixed["policy"], fixed["digest"]]).fetchall()
+    return {
+        "score": _mean(mine),
+        "base_score": _mean(items(None)),
+        "parent_score": _mean(items(fixed["parent"])) if fixed["parent"] else None,
+        "champion_score": _mean(champion) if fixed["champion"] else None,
+        "against_champion": against,
+        "verdicts": tuple(VerdictRow(*row) for row in said),
+    }
+
+
+def _mean(items: dict[str, tuple[float, float]]) -> MeanScore | None:
+    if not items:
+        return None
+    scores = [score for score, _ in items.values()]
+    return MeanScore(fmean(scores), *interval(scores), len(scores), max(at for _, at in items.values()))
 
 
 def why(params: Params, subject: str) -> Chain:
@@ -140,7 +258,7 @@ def _links(
         revision = catalog.revisions.get(policy, digest)
     except NotFound:
         return _expired(ledger, policy, digest)
-    facts = page_data.gather(params, policy, digest)
+    facts = gather(params, policy, digest)
     manifest = stored_manifest(params.paths.revision(revision.policy, revision.digest))
     return (
         _revision_link(catalog, revision),
@@ -188,7 +306,7 @@ def _revision_link(catalog: Catalog, revision: Revision) -> Link:
     return Link("revision", True, says, facts)
 
 
-def _verdict_link(catalog: Catalog, facts: page_data.VersionFacts) -> Link:
+def _verdict_link(catalog: Catalog, facts: VersionFacts) -> Link:
     running = [it for it in catalog.releases.all(facts.policy, open_only=True) if it.revision == facts.digest]
     said = [vars(item) for item in facts.verdicts]
     if running:
@@ -200,7 +318,7 @@ def _verdict_link(catalog: Catalog, facts: page_data.VersionFacts) -> Link:
     return Link("verdict", True, says, {"verdicts": said})
 
 
-def _scores_link(facts: page_data.VersionFacts) -> Link:
+def _scores_link(facts: VersionFacts) -> Link:
     named = {
         "revision": facts.score, "parent": facts.parent_score,
         "champion": facts.champion_score, "base": facts.base_score,
@@ -220,7 +338,7 @@ def _scores_link(facts: page_data.VersionFacts) -> Link:
     return Link("scores", True, says, known)
 
 
-def _run_link(facts: page_data.VersionFacts, revision: Revision, manifest: Mapping[str, Any]) -> Link:
+def _run_link(facts: VersionFacts, revision: Revision, manifest: Mapping[str, Any]) -> Link:
     session = manifest.get("config", {}).get("session")
     if not session:
         return Link("run", False, _no_manifest(revision))

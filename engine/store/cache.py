@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from engine.errors import ServiceError
-from engine.store.segments import Checked, Location, damaged, lock
+from engine.file_lock import lock
+from engine.store.segments import Checked, Location, damaged
 
 DRAFT = ".draft-"
 INDEX = "index.db"

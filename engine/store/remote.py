@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError, DamagedBytes, GraftworkError, MissingBytes, ServiceError
+from engine.file_lock import lock
 from engine.files import write_once
 from engine.store.cache import Cache
 from engine.store.segments import (
@@ -31,7 +32,6 @@ from engine.store.segments import (
     damaged,
     is_whole,
     lay_out,
-    lock,
 )
 
 INSTALLATION = "installation"

@@ -17,7 +17,6 @@ transaction): 1.13 bytes on the disk for each byte of 7,424-byte adapters and 1.
 take 1.00, and more time: 1.2 to 2 times at 7 kB, 2.1 to 4.2 times at 38 kB.
 """
 
-import fcntl
 import hashlib
 import os
 import re
@@ -32,6 +31,7 @@ from typing import Any, NamedTuple
 from blake3 import blake3
 
 from engine.errors import DamagedBytes, MissingBytes, ServiceError
+from engine.file_lock import lock, unlock
 from engine.files import ALIGNMENT, aligned, replacing, sync, write_once
 
 PAGE = 4096
@@ -148,7 +148,7 @@ class Store:
             os.close(file)
         self._earlier.clear()
         if self._file is not None:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+            unlock(self._file)
         self._is_held = False
 
     def read(self, location: Location) -> bytes:
@@ -362,15 +362,6 @@ def lay_out(views: Sequence[memoryview], end: int) -> tuple[list[int], list[memo
         offsets.append(offset)
         end = offset + len(view)
     return offsets, buffers, end
-
-
-def lock(handle: int) -> bool:
-    """Try to lock a file; False when another process holds it, or when the file was removed."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return os.fstat(handle).st_nlink > 0
 
 
 def _write(file: int, buffers: list[memoryview], offset: int) -> None:

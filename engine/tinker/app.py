@@ -25,11 +25,12 @@ from pydantic import ValidationError
 
 from engine.catalog.catalog import Key
 from engine.catalog.opening import open_catalog
-from engine.catalog.tinker import TinkerCheckpoint, TinkerModel
+from engine.catalog.tinker_records import TinkerCheckpoint, TinkerModel, TinkerSampler, TinkerSession
 from engine.errors import Busy, ConfigError, GraftworkError, NotFound
 from engine.logs import set_up
 from engine.security.http import HEALTH, server_options, trusted
 from engine.settings.params import Params, load_params
+from engine.threads import Work
 from engine.tinker import bodies
 from engine.tinker.backend import Backend
 from engine.tinker.body_limit import BodyLimit, decompressed
@@ -119,11 +120,11 @@ def _add_session_routes(app: FastAPI, models: Models, caller: Any) -> None:
 
     @app.get("/api/v1/sessions/{id}")
     async def session(id: str, key: caller) -> dict[str, Any]:
-        found = await models.ask(models.index.session, key.owner, id)
+        found = await models.ask(models.index.find, TinkerSession, key.owner, id)
         if found is None:
             raise NotFound("There is no such session.")
-        trained = await models.ask(models.index.models_of, key.owner, id)
-        sampled = await models.ask(models.index.samplers_of, key.owner, id)
+        trained = await models.ask(models.index.all_of, TinkerModel, key.owner, "session", id)
+        sampled = await models.ask(models.index.all_of, TinkerSampler, key.owner, "session", id)
         return {
             "training_run_ids": [one.id for one in trained],
             "sampler_ids": [one.id for one in sampled],
@@ -215,12 +216,9 @@ def _add_checkpoint_routes(app: FastAPI, models: Models, caller: Any) -> None:
     runs = "/api/v1/training_runs"
     one = runs + "/{model}/checkpoints/{kind}/{name}"
 
-    def found(key: Key, model: str, kind: str, name: str) -> tuple[TinkerCheckpoint, TinkerModel]:
-        return models.checkpoint(key, model, kind, name)
-
     @app.get(runs)
     async def training_runs(key: caller, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
-        page, total = await models.ask(models.index.models, key.owner, limit, offset)
+        page, total = await models.ask(models.index.page, TinkerModel, key.owner, limit, offset)
         told = [await models.ask(_run, models, model) for model in page if key.sees(model.policy)]
         return {"training_runs": told, "cursor": {"offset": offset, "limit": limit, "total_count": total}}
 
@@ -231,12 +229,12 @@ def _add_checkpoint_routes(app: FastAPI, models: Models, caller: Any) -> None:
     @app.get(runs + "/{model}/checkpoints")
     async def checkpoints_of(model: str, key: caller) -> dict[str, Any]:
         await _model(models, key, model)
-        rows = await models.ask(models.index.checkpoints_of, key.owner, model)
+        rows = await models.ask(models.index.all_of, TinkerCheckpoint, key.owner, "model", model)
         return {"checkpoints": [_checkpoint(row) for row in rows]}
 
     @app.get("/api/v1/checkpoints")
     async def checkpoints(key: caller, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
-        page, total = await models.ask(models.index.checkpoints, key.owner, limit, offset)
+        page, total = await models.ask(models.index.page, TinkerCheckpoint, key.owner, limit, offset)
         cursor = {"offset": offset, "limit": limit, "total_count": total}
         if key.policies:
             page = await models.ask(models.seen_by, key, page)
@@ -244,12 +242,12 @@ def _add_checkpoint_routes(app: FastAPI, models: Models, caller: Any) -> None:
 
     @app.delete(one)
     async def delete(model: str, kind: str, name: str, key: caller) -> dict[str, Any]:
-        await models.ask_trainer(models.delete, *await models.ask(found, key, model, kind, name))
+        await models.ask_trainer(models.delete, *await models.ask(models.checkpoint, key, model, kind, name))
         return {}
 
     @app.put(one + "/ttl")
     async def ttl(model: str, kind: str, name: str, body: bodies.TtlSent, key: caller) -> dict[str, Any]:
-        row, _ = await models.ask(found, key, model, kind, name)
+        row, _ = await models.ask(models.checkpoint, key, model, kind, name)
         expires_at = time.time() + body.ttl_seconds if body.ttl_seconds else None
         changed = replace(row, expires_at=expires_at)
         await models.ask(models.index.change_checkpoint, changed)
@@ -257,7 +255,7 @@ def _add_checkpoint_routes(app: FastAPI, models: Models, caller: Any) -> None:
 
     @app.post(one + "/publish")
     async def publish(model: str, kind: str, name: str, key: caller) -> dict[str, Any]:
-        row, _ = await models.ask(found, key, model, kind, name)
+        row, _ = await models.ask(models.checkpoint, key, model, kind, name)
         if row.kind != SAMPLER:
             raise ConfigError("A state is not published. Save it with save_weights_for_sampler first.")
         # A published revision is the catalog's: only its own rules remove it.
@@ -266,7 +264,7 @@ def _add_checkpoint_routes(app: FastAPI, models: Models, caller: Any) -> None:
 
     @app.delete(one + "/publish")
     async def unpublish(model: str, kind: str, name: str, key: caller) -> dict[str, Any]:
-        row, _ = await models.ask(found, key, model, kind, name)
+        row, _ = await models.ask(models.checkpoint, key, model, kind, name)
         await models.ask(models.index.change_checkpoint, replace(row, public=False))
         return {}
 
@@ -290,7 +288,7 @@ async def _model(models: Models, key: Key, id: str) -> TinkerModel:
 
 def _run(models: Models, model: TinkerModel) -> dict[str, Any]:
     """Describe a model as a training run."""
-    rows = models.index.checkpoints_of(model.tenant, model.id)
+    rows = models.index.all_of(TinkerCheckpoint, model.tenant, "model", model.id)
     newest = {row.kind: _checkpoint(row) for row in rows}
     return {
         "training_run_id": model.id,
@@ -357,16 +355,13 @@ def _lifespan(models: Models) -> Any:
 
 async def _sweep(models: Models) -> None:
     """Delete expired checkpoints and close the sessions of clients that are gone, now and then."""
+    work = Work("tinker-sweep")
     while True:
         await asyncio.sleep(SWEEP_S)
-        try:
+        # Where a service is down the next round meets what is left.
+        with work.turning():
             await models.ask(models.delete_expired)
             await models.close_silent()
-        except GraftworkError as error:
-            # A service is down; the next round meets what is left.
-            logging.getLogger(__name__).warning("Expired checkpoints were not deleted: %s", error)
-        except Exception:
-            logging.getLogger(__name__).exception("Expired checkpoints were not deleted")
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from engine.base.families import PROJECTIONS, BaseShapes
 from engine.base.resident import base_config
 from engine.catalog.catalog import Catalog
 from engine.catalog.records import served_name
-from engine.catalog.tinker import TinkerCheckpoint, TinkerModel
+from engine.catalog.tinker_records import TinkerCheckpoint, TinkerModel
 from engine.clients.engine import EngineClient
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.settings.params import Params

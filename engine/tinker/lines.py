@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import orjson
 
 from engine.catalog.catalog import Catalog
-from engine.catalog.tinker import TinkerCheckpoint, TinkerModel, TinkerResult, TinkerSampler
+from engine.catalog.tinker_records import TinkerCheckpoint, TinkerModel, TinkerResult, TinkerSampler
 from engine.errors import Busy, GraftworkError, NotFound, ServiceError
 from engine.tinker.results import BROKEN, Promise, Promises, Result, failed, told
 
@@ -37,8 +37,7 @@ class Done:
     model: TinkerModel
     result: Result
     durable: bool = True
-    checkpoint: TinkerCheckpoint | None = None
-    sampler: TinkerSampler | None = None
+    made: TinkerCheckpoint | TinkerSampler | None = None
 
 
 Work = Callable[[TinkerModel], Done]
@@ -74,8 +73,8 @@ class Lines:
         """Return a model's line. Raises `NotFound` when the tenant has no such model."""
         line = self._lines.get(id)
         if line is None:
-            loop = asyncio.get_running_loop()
-            model = await loop.run_in_executor(self.executor, self.catalog.tinker.model, tenant, id)
+            loop, index = asyncio.get_running_loop(), self.catalog.tinker
+            model = await loop.run_in_executor(self.executor, index.find, TinkerModel, tenant, id)
             if model is not None:
                 line = self._lines.setdefault(id, CallLine(model))
         if line is None or line.model.tenant != tenant:
@@ -162,7 +161,7 @@ class Lines:
             else None
         )
         try:
-            self.catalog.tinker.advance(done.model, durable, done.checkpoint, done.sampler)
+            self.catalog.tinker.advance(done.model, *filter(None, (durable, done.made)))
         except ServiceError as error:
             return told(error)
         except Exception:

@@ -17,7 +17,13 @@ from typing import Any, TypeVar
 
 from engine.catalog.catalog import Catalog
 from engine.catalog.records import Key
-from engine.catalog.tinker import TinkerCheckpoint, TinkerModel, TinkerResult, TinkerSampler, TinkerSession
+from engine.catalog.tinker_records import (
+    TinkerCheckpoint,
+    TinkerModel,
+    TinkerResult,
+    TinkerSampler,
+    TinkerSession,
+)
 from engine.errors import ConfigError, Conflict, GraftworkError, NotFound, ServiceError
 from engine.tinker import bodies
 from engine.tinker.backend import Backend, StateSource
@@ -84,7 +90,7 @@ class Models:
 
     def session(self, key: Key, id: str) -> TinkerSession:
         """Return a session that has not finished. Raises `NotFound`."""
-        found = self.index.session(key.owner, id)
+        found = self.index.find(TinkerSession, key.owner, id)
         if found is None or found.finished:
             raise NotFound("There is no such session, or it has finished. Start a new client.")
         return found
@@ -97,7 +103,7 @@ class Models:
     async def finish(self, key: Key, id: str, reason: str) -> None:
         """End a session and let its models' trainer sessions go; the first reason stays."""
         await self.ask(self.index.finish, key.owner, id, reason)
-        if await self.ask(self.index.session, key.owner, id):
+        if await self.ask(self.index.find, TinkerSession, key.owner, id):
             await self._release(key.owner, id)
 
     async def close_silent(self) -> None:
@@ -204,10 +210,10 @@ class Models:
             kind = "load_weights" if source else "create_model"
             path = {"path": source.checkpoint.path} if source else {}
             answer = {"model_id": model.id, "type": kind, **path}
-            is_new = self.index.result(model.tenant, id) is None
+            is_new = self.index.find(TinkerResult, model.tenant, id) is None
             if is_new:
                 self.backend.create(model, source, seed)
-                self.index.add_model(model, TinkerResult(id, model.tenant, answer, time.time()))
+                self.index.add(model, TinkerResult(id, model.tenant, answer, time.time()))
             return Result.of(answer), is_new
 
         async def begin() -> None:
@@ -286,7 +292,7 @@ class Models:
             row = self._checkpoint(model, WEIGHTS, name, body)
             stored = replace(row, stored=state_name(name))
             self.backend.save_state(model, stored.stored)
-            return Done(model, Result.of({"path": row.path, "type": "save_weights"}), checkpoint=stored)
+            return Done(model, Result.of({"path": row.path, "type": "save_weights"}), made=stored)
 
         return self.lines.submit(line, body.seq_id, work)
 
@@ -306,7 +312,7 @@ class Models:
             exported = self.backend.export_revision(model, self._seen.get(model.id) or [[1, 2, 3]])
             answer = {"path": row.path, "type": "save_weights_for_sampler"}
             stored = replace(row, stored=exported.digest, bytes=exported.bytes)
-            return Done(model, Result.of(answer), checkpoint=stored)
+            return Done(model, Result.of(answer), made=stored)
 
         return self.lines.submit(line, body.seq_id, work)
 
@@ -317,7 +323,7 @@ class Models:
             id = f"{model.session}:sample:{number}"
             sampler = TinkerSampler(id, model.session, model.tenant, exported.served_name, None, time.time())
             answer = {"sampling_session_id": id, "path": None, "type": "save_weights_for_sampler"}
-            return Done(model, Result.of(answer), sampler=sampler)
+            return Done(model, Result.of(answer), made=sampler)
 
         return work
 
@@ -348,7 +354,7 @@ class Models:
     def checkpoint(self, key: Key, model: str, kind: str, name: str) -> tuple[TinkerCheckpoint, TinkerModel]:
         """Return a checkpoint and its model. Raises `NotFound`."""
         found = self.index.checkpoint(key.owner, model, kind, name)
-        origin = self.index.model(key.owner, model)
+        origin = self.index.find(TinkerModel, key.owner, model)
         if found is None or origin is None or not key.sees(origin.policy):
             raise NotFound(
                 "There is no such checkpoint, or it has expired. List them with `tinker checkpoint`."
@@ -357,7 +363,7 @@ class Models:
 
     def seen_by(self, key: Key, rows: Sequence[TinkerCheckpoint]) -> list[TinkerCheckpoint]:
         """Return those of a tenant's checkpoints whose policies the key may use."""
-        found = {id: self.index.model(key.owner, id) for id in {row.model for row in rows}}
+        found = {id: self.index.find(TinkerModel, key.owner, id) for id in {row.model for row in rows}}
         return [row for row in rows if (model := found[row.model]) and key.sees(model.policy)]
 
     def delete(self, found: TinkerCheckpoint, model: TinkerModel) -> None:
@@ -371,21 +377,21 @@ class Models:
             elif not self._is_shared(found):
                 self.backend.retire(model.policy, found.stored)
         except ServiceError:
-            self.index.add_checkpoint(found)
+            self.index.add(found)
             raise
 
     def _is_shared(self, found: TinkerCheckpoint) -> bool:
         """Say whether another checkpoint of the model is the same revision: saved twice without a step."""
         return any(
             other.stored == found.stored and other.name != found.name
-            for other in self.index.checkpoints_of(found.tenant, found.model)
+            for other in self.index.all_of(TinkerCheckpoint, found.tenant, "model", found.model)
             if other.kind == SAMPLER
         )
 
     def delete_expired(self) -> None:
         """Delete the checkpoints of all tenants whose time is over."""
         for found in self.index.expired():
-            model = self.index.model(found.tenant, found.model)
+            model = self.index.find(TinkerModel, found.tenant, found.model)
             try:
                 if model:
                     self.delete(found, model)
@@ -409,14 +415,12 @@ class Models:
             self.backend.refuse_base(body.base_model or "")
             served = self.backend.base_name
         id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
-        self.index.add_sampler(
-            TinkerSampler(id, body.session_id, key.owner, served, body.model_path, time.time())
-        )
+        self.index.add(TinkerSampler(id, body.session_id, key.owner, served, body.model_path, time.time()))
         return id
 
     def sampler(self, key: Key, id: str) -> TinkerSampler:
         """Return a sampling client. Raises `NotFound`."""
-        found = self._samplers.get((key.owner, id)) or self.index.sampler(key.owner, id)
+        found = self._samplers.get((key.owner, id)) or self.index.find(TinkerSampler, key.owner, id)
         if found is None:
             raise NotFound("There is no such sampling client. Create one.")
         self._samplers[key.owner, id] = found
@@ -449,7 +453,7 @@ class Models:
         """
         if promise := self.promises.find(key.owner, id):
             return await self.promises.wait(promise, seconds)
-        if stored := await self.ask(self.index.result, key.owner, id):
+        if stored := await self.ask(self.index.find, TinkerResult, key.owner, id):
             return Result.of(stored.body)
         raise KeyError(id)
 

@@ -276,7 +276,7 @@ def unretire(
 
     with open_catalog(settings.paths) as catalog:
         row = adapters.find(catalog, name)
-        catalog.lifecycle.unretire(row.policy, row.digest, by, reason)
+        catalog.lifecycle.retire(row.policy, row.digest, by, reason, back=True)
     shown = served_name(row.policy, row.digest)
     if row.retired_at is None:
         return told(as_json, f"{shown} was not retired; nothing has changed.", digest=row.digest)

@@ -17,10 +17,10 @@ from engine.settings.forms import AdaptForm
 from engine.settings.params import load_params
 from engine.settings.reproducible import VARIABLE
 from engine.version import code_version
-from tests.helpers.catalog_migrations import upgrade_to
 from tests.helpers.command_line import graftwork
 from tests.helpers.live import free_port
 from tests.helpers.repository import ROOT
+from tests.helpers.state_of_265b009 import leave_catalog_of_265b009
 
 
 def process(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -280,7 +280,7 @@ def test_a_policy_that_fails_leaves_the_others_rows(
     # As an older version has left it; whoever comes first brings it to the newest schema.
     settings.state_dir.mkdir()
     assert settings.paths.catalog_url == f"sqlite:///{params.parent}/state/catalog.db"
-    upgrade_to(settings.paths.catalog_url, "0002")
+    leave_catalog_of_265b009(settings.paths.catalog_url)
     with pytest.raises(ServiceError, match="trainer is away"):
         cli.adapt(None, ["arithmetic", "sorting"], params=params)
     assert "sorting@123456789abc" in capsys.readouterr().out

@@ -47,7 +47,7 @@ def test_runs_show_tags_and_artifacts(people: Operated, second: Second) -> None:
 
 def test_version_page_says_what_a_person_wants_to_know(people: Operated, quickstart: str) -> None:
     version = people.mlflow.get_model_version(POLICY, "1")
-    for heading in ("Scores", "Verdicts", "Lineage", "Learning curve", "Effect probe", "Size", "Cost"):
+    for heading in ("Scores", "Verdict", "Lineage", "Learning curve", "Cost", "size"):
         assert heading in version.description, version.description
     assert version.tags["graftwork.probe"] == "accepted"
     assert version.tags["graftwork.verdict"] == "promote"

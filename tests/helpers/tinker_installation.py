@@ -18,6 +18,7 @@ import tinker
 from engine.base.resident import ensure_base
 from engine.catalog.keys import as_tinkers
 from engine.catalog.opening import whole_catalog
+from engine.catalog.tinker_records import TinkerModel
 from engine.services import lifecycle
 from engine.settings.params import Params
 from engine.training.service import state
@@ -87,7 +88,7 @@ class Installation:
         """Return how many steps the trainer has applied in a model until it saved this state."""
         with whole_catalog(self.params.paths.catalog_url) as catalog:
             model, kind, name = path.removeprefix("tinker://").split("/")
-            found = catalog.tinker.model("acme", model)
+            found = catalog.tinker.find(TinkerModel, "acme", model)
             row = catalog.tinker.checkpoint("acme", model, kind, name)
         assert found
         assert row

@@ -13,7 +13,7 @@ import uvicorn
 
 from engine.catalog.catalog import Catalog, migrate
 from engine.catalog.opening import whole_catalog
-from engine.catalog.tinker import TinkerModel
+from engine.catalog.tinker_records import TinkerModel
 from engine.errors import ConfigError, ServiceError
 from engine.tinker.app import make_app
 from engine.tinker.codec import Sampled, write_samples

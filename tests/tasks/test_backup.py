@@ -59,6 +59,7 @@ from tests.helpers.live import free_port
 from tests.helpers.made_adapters import canonical
 from tests.helpers.postgres import fresh_database
 from tests.helpers.repository import ROOT
+from tests.helpers.state_of_265b009 import leave_catalog_of_265b009, ledger_of_265b009
 from tests.helpers.stored import Stored, opened
 
 SECRET = os.urandom(20).hex()
@@ -600,6 +601,12 @@ HARMS: dict[str, tuple[Callable[[Path], object], type[GraftworkError], str]] = {
     ),
     "newer catalog": (lambda kept: rewrite(kept, catalog_schema="9999"), ConfigError, "catalog.*newer"),
     "newer ledger": (lambda kept: rewrite(kept, ledger_schema=9999), ConfigError, "ledger.*newer"),
+    "older catalog": (
+        lambda kept: rewrite(kept, catalog_schema="0009"),
+        ConfigError,
+        "catalog.*older",
+    ),
+    "older ledger": (lambda kept: rewrite(kept, ledger_schema=9), ConfigError, "ledger.*older"),
     "newer format": (lambda kept: rewrite(kept, format=2), ConfigError, "has format 2"),
 }
 
@@ -616,6 +623,27 @@ def test_a_backup_that_cannot_be_restored_is_refused_in_a_sentence(
     with pytest.raises(kind, match=sentence):
         restore_backup(there, str(kept))
     assert not there.state_dir.exists()
+
+
+def test_a_backup_of_265b009_is_restored(params: Params, tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    leave_catalog_of_265b009(f"sqlite:///{old}/catalog.db")
+    ledger_of_265b009(old / "ledger.duckdb").close()
+    place = BackupPlace(str(tmp_path / "kept"))
+    writer = writers.BackupWriter(place, lambda writer: None)
+    for name in ("catalog.db", "ledger.duckdb"):
+        writer.add_file(f"state/{name}", old / name)
+    manifests.publish(
+        place,
+        manifests.BackupManifest(
+            manifests.FORMAT, "0.1.0+g265b009c2b1e", 1.0, "5e2b", "0010", 11, "none", tuple(writer.files)
+        ),
+    )
+    there = elsewhere(params)
+    restore_backup(there, place.address)
+    with closing(whole_catalog(there.paths.catalog_url)) as catalog:
+        assert [row.name for row in catalog.policies.page()] == ["sorting"]
+    ledgers.Ledger(there.paths.ledger).close()
 
 
 def test_a_restore_writes_over_nothing(params: Params, tmp_path: Path) -> None:

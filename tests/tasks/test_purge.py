@@ -33,9 +33,9 @@ from engine.training.service.session_deletion import LEASE_S
 from flows.cli import app
 from tasks import purge as purging
 from tasks.purged_names import reuse_purged_name
-from tests.helpers.catalog_migrations import upgrade_to
 from tests.helpers.kept_adapters import BASE, add_policy, keep, settings
 from tests.helpers.live import eventually
+from tests.helpers.state_of_265b009 import leave_catalog_of_265b009
 
 # What must be in no file afterwards; random, so that no compression hides it.
 SECRET = os.urandom(600).hex()
@@ -79,7 +79,7 @@ SEEDS = {"gone": range(1, 4), "kept": range(11, 13)}
 
 
 def write_session(folder: Path, policy: str, secret: str, age_s: float = LEASE_S) -> None:
-    tree = {"opened": {"policy": policy, "session": folder.name}, "said": secret, "factor": torch.ones(3)}
+    tree = {"version": session_state.VERSION, "policy": policy, "said": secret, "factor": torch.ones(3)}
     session_state.write(tree, [state_file(folder, "step"), state_file(folder)])
     then = time.time() - age_s
     os.utime(state_file(folder), (then, then))
@@ -339,7 +339,7 @@ def test_a_purged_name_is_taken_again_only_on_purpose(params, catalog, monkeypat
 
 def test_a_catalog_of_an_older_version_is_brought_to_the_newest_schema_first(params):
     params.state_dir.mkdir()
-    upgrade_to(params.paths.catalog_url, "0002")
+    leave_catalog_of_265b009(params.paths.catalog_url)
     reuse_purged_name(params, "sums", "me", False)
     with closing(whole_catalog(params.paths.catalog_url)) as catalog:
         assert catalog.purges.find("sums") is None

@@ -4,7 +4,7 @@ The measured ones are of docs/benchmarks/storm.md: `many-moe` on two EPYC cores,
 """
 
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -143,31 +143,3 @@ def _arrive(
 
     env.process(send())
     return requests
-
-
-def fitted(model: EngineModel, rounds: int = 40) -> EngineModel:
-    """Return the model with the four times that fit the fitted figures best, by coordinate search."""
-    names = ("step_s", "token_s", "adapter_s", "load_s")
-
-    def loss(candidate: EngineModel) -> float:
-        told = {
-            "saturation, requests a second": saturation(candidate),
-            "warm p95 without a storm, s": calm_p95(candidate),
-            "256 resident: to all first tokens, s": storm(candidate, 256, False)[1],
-            "256 cold: to all first tokens, s": storm(candidate, 256, True)[1],
-        }
-        return float(sum(np.log(told[name] / MEASURED[name][0]) ** 2 for name in told))
-
-    best, best_loss, factor = model, loss(model), 1.25
-    for _ in range(rounds):
-        before = best_loss
-        for name in names:
-            for times in (factor, 1 / factor):
-                candidate = replace(best, **{name: getattr(best, name) * times})
-                if (candidate_loss := loss(candidate)) < best_loss:
-                    best, best_loss = candidate, candidate_loss
-        if best_loss == before:
-            factor = 1 + (factor - 1) / 2
-        if factor < 1.01:
-            break
-    return best

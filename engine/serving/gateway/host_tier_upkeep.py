@@ -14,6 +14,7 @@ from engine.catalog.replicas import Loads
 from engine.errors import Busy, GraftworkError, NotFound
 from engine.serving.gateway.routing import Router
 from engine.serving.residency.residency import Residency
+from engine.threads import Work
 
 LOOK_S = 0.25
 # Loads that failed, for instance while the store was down, are retried after 15 s, 30 s, 60 s and so on.
@@ -47,12 +48,11 @@ class HostTierUpkeep:
 
     async def run(self) -> None:
         """Look, and tell what is loaded, every `LOOK_S`."""
+        work = Work("host-tier")
         while True:
-            try:
+            with work.turning():
                 await self.look()
                 self._tell(self.loads())
-            except (GraftworkError, OSError) as error:
-                log.warning("The host tier was not compared with the catalog; that is retried: %s", error)
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:

@@ -4,7 +4,6 @@ Connection errors are retried with the same request id, so nothing is applied tw
 the client waits for as long as it says. A refused request raises the error that the trainer names.
 """
 
-import threading
 import time
 import uuid
 from collections import defaultdict
@@ -22,6 +21,7 @@ from engine.errors import Busy, ConfigError, GraftworkError, ServiceError
 from engine.quality.probe import Probe, from_json
 from engine.security.credentials import known_credential
 from engine.settings.params import Params, explain
+from engine.threads import PeriodicThread
 from engine.training.service import protocol
 from engine.training.service.protocol import Exported, SessionInfo
 
@@ -56,8 +56,7 @@ class TrainerClient(ServiceClient):
         self.backpressure_s: defaultdict[str, float] = defaultdict(float)
         self._gathered: dict[str, int] = {}
         self._writing: dict[str, int] = {}
-        self._closed = threading.Event()
-        self._heart = threading.Thread(target=self._beat, name="trainer-heartbeat", daemon=True)
+        self._heart: PeriodicThread | None = None
 
     @classmethod
     def of(cls, params: Params, **waits: float) -> "TrainerClient":
@@ -74,7 +73,8 @@ class TrainerClient(ServiceClient):
         body = _body(protocol.CreateSession, session=session, policy=policy, **given)
         result = self._run("/sessions", body)
         self._gathered[session], self._writing[session] = 0, result["fence"]
-        if not self._heart.ident:
+        if self._heart is None:
+            self._heart = PeriodicThread("trainer-heartbeat", HEARTBEAT_S, self._beat, at_once=False)
             self._heart.start()
         return _info(result)
 
@@ -231,18 +231,17 @@ class TrainerClient(ServiceClient):
 
     def close(self) -> None:
         """Stop the heartbeat and close the connection; open sessions keep their leases until they expire."""
-        self._closed.set()
-        if self._heart.ident:
+        if self._heart is not None:
+            self._heart.stop()
             self._heart.join(HEARTBEAT_S)
         super().close()
 
     def _beat(self) -> None:
-        while not self._closed.wait(HEARTBEAT_S):
-            for session, fence in list(self._writing.items()):
-                body = protocol.Heartbeat(session=session, fence=fence).model_dump()
-                # The next operation waits for an absent trainer; a closed client raises RuntimeError.
-                with suppress(httpx.TransportError, RuntimeError):
-                    self.http.post("/session_heartbeat", json=body)
+        for session, fence in list(self._writing.items()):
+            body = protocol.Heartbeat(session=session, fence=fence).model_dump()
+            # The next operation waits for an absent trainer; a closed client raises RuntimeError.
+            with suppress(httpx.TransportError, RuntimeError):
+                self.http.post("/session_heartbeat", json=body)
 
     def _run(self, path: str, body: protocol.Request) -> dict[str, Any]:
         def send() -> dict[str, Any]:

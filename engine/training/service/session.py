@@ -16,9 +16,8 @@ from engine.errors import BaseModelError, Conflict, NotFound, ServiceError
 from engine.training.model.lora import ResidentBase
 from engine.training.service import state
 from engine.training.service.protocol import CreateSession, LoadState, OptimStep
-from engine.training.service.state import Journal, Row, add_earlier
+from engine.training.service.state import VERSION, Journal, Row
 
-STATE_VERSION = 3
 CURRENT = "current"
 # The settings that determine an adapter's shape and scale.
 SHAPE = ("rank", "alpha", "targets", "ranks", "alphas")
@@ -160,7 +159,7 @@ class Session:
     def load(self, name: str = CURRENT, moments: bool = True) -> None:
         """Load the state of a name. Raises `NotFound`, `Conflict` or `BaseModelError`."""
         stored = self._stored(self.directory, name)
-        has = {**settings_of(stored), "policy": stored["policy"], "parent": stored["parent"]}
+        has = {**stored["settings"], "policy": stored["policy"], "parent": stored["parent"]}
         wanted = {**self.settings, "policy": self.policy, "parent": self.parent}
         if other := [
             f"{name} {has[name]!r}, not {wanted[name]!r}" for name in wanted if has[name] != wanted[name]
@@ -173,13 +172,9 @@ class Session:
         self.generator.set_state(stored["generator"])
         self.step, self.position, self.calls = stored["step"], stored["position"], 0
         if name == CURRENT:
-            self.fence = stored.get("fence", 0)
-            self.journal.read(stored.get("journal", 0))
-        if "history" in stored:
-            history, done = stored["history"], stored["done"] if name == CURRENT else {}
-            self._last, self.row = add_earlier(self.journal, history, done), history[-1] if history else None
-        else:
-            self._last, self.row = stored["last"], stored["row"]
+            self.fence = stored["fence"]
+            self.journal.read(stored["journal"])
+        self._last, self.row = stored["last"], stored["row"]
 
     def load_from(self, request: LoadState) -> dict[str, Any]:
         """Load the state of a name, of this session or another, once for each request."""
@@ -194,7 +189,7 @@ class Session:
     def _take(self, request: LoadState) -> None:
         """Take factors and moments of another session's state; raises `Conflict` for another shape."""
         stored = self._stored(self.directory.parent / str(request.source), request.name)
-        has = settings_of(stored)
+        has = stored["settings"]
         if other := [f"{name} {has[name]!r}" for name in SHAPE if has[name] != self.settings[name]]:
             raise Conflict(
                 f"The state {request.name!r} of session {request.source!r} has {' and '.join(other)}, unlike "
@@ -213,7 +208,7 @@ class Session:
 
     def _state(self, journal: int) -> dict[str, Any]:
         return {
-            "version": STATE_VERSION,
+            "version": VERSION,
             "base": self.base_digest,
             "policy": self.policy,
             "settings": self.settings,
@@ -228,11 +223,6 @@ class Session:
             "generator": self.generator.get_state(),
             "adapter": self.adapter.state_dict(),
         }
-
-
-def settings_of(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored state's settings; version 1 states have one rank and one alpha everywhere."""
-    return {"ranks": {}, "alphas": {}, **stored["settings"]}
 
 
 def check_base(name: str, stored: Mapping[str, Any], base_digest: str) -> None:

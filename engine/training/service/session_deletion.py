@@ -35,10 +35,9 @@ def _policy_of(folder: Path) -> str | None:
     if not file.is_file():
         return None
     try:
-        opened = state.read_header(file).get("opened")
+        return str(state.read_header(file)["policy"])
     except ServiceError:
         return None
-    return str(opened["policy"]) if isinstance(opened, dict) else None
 
 
 def refuse_open(directory: Path, policy: str) -> list[Path]:

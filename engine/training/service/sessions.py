@@ -19,7 +19,7 @@ from engine.training.model.adapter import by_pattern, chosen_sites
 from engine.training.model.lora import ResidentBase
 from engine.training.service import state
 from engine.training.service.protocol import CreateSession, SessionRequest
-from engine.training.service.session import CURRENT, SHAPE, Session, settings_of, state_file
+from engine.training.service.session import CURRENT, SHAPE, Session, state_file
 from engine.training.service.session_deletion import LEASE_S, open_sentence, refuse_open, remove_sessions
 from engine.training.service.state import Journal
 
@@ -79,7 +79,7 @@ class Sessions:
             self._known[name] = stored
 
     def find(self, name: str) -> Known | None:
-        """Return a known or stored session; None when there is none, or for a state of an older version."""
+        """Return a known or stored session; None when there is none."""
         if name not in self._known and (stored := self._stored(name)):
             # A writer that opened it while the file was read is newer than the file.
             self._known.setdefault(name, stored)
@@ -89,9 +89,7 @@ class Sessions:
         file = state_file(self.directory / name)
         return self._described(file, state.read_header(file)) if file.is_file() else None
 
-    def _described(self, file: Path, header: dict[str, Any]) -> Known | None:
-        if "opened" not in header:
-            return None
+    def _described(self, file: Path, header: dict[str, Any]) -> Known:
         opened = CreateSession.model_validate(header["opened"])
         heard = time.monotonic() - (time.time() - file.stat().st_mtime)
         return Known(opened, header["fence"], heard, self.bytes_of(opened), header["step"])
@@ -163,7 +161,7 @@ class Sessions:
         if not file.is_file():
             return None
         header = state.read_header(file)
-        has = {"parent": header["parent"], **{name: settings_of(header)[name] for name in (*SHAPE, "seed")}}
+        has = {"parent": header["parent"], **{name: header["settings"][name] for name in (*SHAPE, "seed")}}
         left_open = {name: value for name, value in has.items() if getattr(request, name) is None}
         return self._bring(request.model_copy(update=left_open))
 
@@ -254,8 +252,7 @@ class Sessions:
                 yield file, state.read_header(file)
 
     def _newest(self) -> Iterator[tuple[str, Known]]:
-        read = ((file, self._described(file, header)) for file, header in self.headers())
-        return ((file.parent.name, known) for file, known in read if known)
+        return ((file.parent.name, self._described(file, header)) for file, header in self.headers())
 
     def resident(self) -> list[Session]:
         """Return the sessions in memory, the most recently used last."""

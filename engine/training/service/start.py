@@ -20,7 +20,7 @@ from engine.training.model.lora import ResidentBase
 from engine.training.service import state
 from engine.training.service.export import Exporter
 from engine.training.service.protocol import CreateSession
-from engine.training.service.session import CURRENT, SHAPE, check_base, settings_of, state_file
+from engine.training.service.session import CURRENT, SHAPE, check_base, state_file
 
 SOURCES = ("parent", "adapter", "fork", "fork_session")
 # Reads the canonical tensors, in float32, of an adapter's directory in any supported layout.
@@ -97,7 +97,7 @@ def _fork_of_session(request: CreateSession, base_digest: str, directory: Path) 
         raise NotFound(f"There is no session {directory.name!r}{named} to fork.")
     stored = state.read(file)
     check_base(directory.name, stored, base_digest)
-    settings = {name: settings_of(stored)[name] for name in SHAPE}
+    settings = {name: stored["settings"][name] for name in SHAPE}
     for name, value in settings.items():
         wanted = getattr(request, name)
         if wanted is not None and (sorted(wanted) if name == "targets" else wanted) != value:

@@ -25,7 +25,9 @@ from torch import Tensor
 
 from engine.errors import ServiceError
 from engine.files import sync
+from engine.version import UPGRADE_FIRST
 
+VERSION = 3
 # Marks a tensor's place, by its number, in a flattened tree.
 PLACE = "tensor"
 # The journal's file.
@@ -71,30 +73,30 @@ def storing(directory: Path) -> Iterator[None]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return a stored state with its tensors on the CPU. Raises `ServiceError` when it is damaged."""
+    """Return a stored state with its tensors on the CPU. `ServiceError` for a damaged or too old one."""
     stored = _load(path)
-    flat = stored.pop("flat", None)
-    if flat is None:
-        return dict(stored)
-    parts = flat.split([torch.Size(shape).numel() for shape in stored["shapes"]])
+    parts = stored["flat"].split([torch.Size(shape).numel() for shape in stored["shapes"]])
     shaped = [part.view(shape) for part, shape in zip(parts, stored["shapes"], strict=True)]
     return dict(_replanted(stored["tree"], shaped))
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return a stored state without reading its tensors; `ServiceError` when it is damaged."""
+    """Return a stored state without reading its tensors. Raises as `read`."""
     stored = _load(path, mmap=True)
-    return dict(stored.get("tree", stored))
+    return dict(stored["tree"])
 
 
 def _load(path: Path, mmap: bool = False) -> dict[str, Any]:
     try:
-        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))
+        stored = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))
     except (RuntimeError, UnpicklingError, EOFError) as error:
         raise ServiceError(
             f"The stored session {path} is damaged ({error}). Restore the file from a copy, or remove it to "
             "start over."
         ) from None
+    if (found := stored.get("tree", stored).get("version", 0)) < VERSION:
+        raise ServiceError(f"The stored session {path} has version {found}. {UPGRADE_FIRST}")
+    return stored
 
 
 def _flattened(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,25 +198,10 @@ class Journal:
 
 def find_answer(directory: Path, header: Mapping[str, Any], request_id: str) -> dict[str, Any] | None:
     """Return a request's stored result from a session's header and journal; None when there is none."""
-    journal, size = Journal(directory), header.get("journal", 0)
-    if "history" in header:
-        add_earlier(journal, header["history"], header["done"])
-    elif json.dumps(request_id).encode() in _committed(journal.path, size):
-        journal.read(size)
+    journal = Journal(directory)
+    if json.dumps(request_id).encode() in _committed(journal.path, header["journal"]):
+        journal.read(header["journal"])
     return journal.answer(request_id) if request_id in journal.done else None
-
-
-def add_earlier(
-    journal: Journal, history: list[Row], done: Mapping[str, dict[str, Any]] | None = None
-) -> int | None:
-    """Append the history of a version 2 state, which held it itself; return the offset of its last row."""
-    offsets: list[int | None] = [None]
-    for row in history:
-        offsets.append(journal.append(offsets[-1], row=row))
-    for request_id, result in (done or {}).items():
-        after = offsets[: result["step"] + 1][-1] if "fence" in result else offsets[-1]
-        journal.append(after, id=request_id, result=result)
-    return offsets[-1]
 
 
 def _committed(path: Path, size: int) -> bytes:

@@ -16,7 +16,7 @@ from engine.backup.place import BackupPlace
 from engine.catalog.catalog import migrate
 from engine.errors import ConfigError, ServiceError
 from engine.ledger.ledger import Ledger
-from engine.ledger.purge import purge
+from engine.ledger.purge import of_policy, purge
 from engine.ledger.spool import Spool
 from engine.settings.params import Params
 from tests.helpers.command_line import graftwork
@@ -115,7 +115,7 @@ def test_only_what_changed_is_written_again(kept: Kept, address: str, tmp_path: 
 def test_purged_rows_leave_the_archive(kept: Kept, address: str, tmp_path: Path) -> None:
     place = BackupPlace(address)
     archive(kept.snapshot, place, "one")
-    purge(kept.ledger, kept.root / "spool", kept.snapshot, "sums")
+    purge(kept.ledger, kept.root / "spool", kept.snapshot, of_policy(kept.ledger.path, "sums"))
     done = archive(kept.snapshot, place, "one")
     assert (done.written, done.removed, done.rows) == (1, 1, 1)
     assert [row[0] for row in read_all(place, "observations", tmp_path / "read")] == ["c"]

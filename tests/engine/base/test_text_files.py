@@ -35,8 +35,8 @@ from engine.training.run import prepare
 from engine.training.service.app import load_trainer
 from tasks.score import on_base
 from tasks.suites import Suite
-from tests.helpers.catalog_migrations import upgrade_to
 from tests.helpers.made_adapters import canonical
+from tests.helpers.state_of_265b009 import leave_catalog_of_265b009
 
 TODAYS = (
     "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}: {{ messages[0].content }}"
@@ -102,7 +102,7 @@ def test_broken_settings_are_a_change_too(base: Path, raw: str) -> None:
 def test_a_catalog_of_the_version_before_takes_the_files_that_it_finds(
     base: Path, empty_catalog_url: str
 ) -> None:
-    upgrade_to(empty_catalog_url, "0013")
+    leave_catalog_of_265b009(empty_catalog_url)
     info = info_of(base)
     row = {"digest": info.digest, "name": "base", "path": "/elsewhere", "created_at": 1.0}
     with open_engine(empty_catalog_url).execution_options(write=True).begin() as connection:

@@ -15,7 +15,6 @@ from engine.catalog.audit import START, Audit
 from engine.catalog.catalog import Catalog, Tenant, migrate
 from engine.catalog.opening import whole_catalog
 from engine.errors import ConfigError, Conflict, NotFound
-from tests.helpers.catalog_migrations import upgrade_to
 from tests.helpers.rows import NEW, fill
 
 
@@ -58,7 +57,7 @@ def test_every_kind_of_change_is_there(filled: Catalog) -> None:
     filled.tombstones.add("sorting", NEW, "bad", "ada")
     filled.tombstones.lift("sorting", NEW, "ada", "good")
     filled.lifecycle.retire("sorting", NEW, "ada", "old")
-    filled.lifecycle.unretire("sorting", NEW, "ada", "new")
+    filled.lifecycle.retire("sorting", NEW, "ada", "new", back=True)
     filled.policies.add(replace(filled.policies.get("sorting"), config={"rank": 4}))
     filled.purges.run("sorting", "ada", 5.0)
     assert {
@@ -193,15 +192,6 @@ def test_writers_at_once_make_one_chain(catalog: Catalog) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda number: catalog.switches.set(f"s{number}", True), range(40)))
     assert Audit(catalog.access).verify()[0] == before + 40
-
-
-def test_a_catalog_without_a_log_is_carried_over(empty_catalog_url: str) -> None:
-    upgrade_to(empty_catalog_url, "0007")
-    migrate(empty_catalog_url)
-    with closing(whole_catalog(empty_catalog_url)) as catalog:
-        assert Audit(catalog.access).verify() == (0, START)
-        catalog.switches.set("freeze", True)
-        assert Audit(catalog.access).verify()[0] == 1
 
 
 def test_a_catalog_is_changed_without_a_log_where_none_is_handed_in(empty_catalog_url: str) -> None:

@@ -6,15 +6,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from sqlalchemy import text
 
-from engine.catalog.access import open_engine
 from engine.catalog.catalog import Catalog, Policy, Tenant, migrate
 from engine.catalog.keys import SCOPES, as_tinkers
 from engine.catalog.records import covers, overlap
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.serving.gateway.routing import KeyedHash
-from tests.helpers.catalog_migrations import upgrade_to
 
 
 def test_roles_come_by_name_or_by_scope(catalog: Catalog) -> None:
@@ -155,38 +152,6 @@ def test_a_keyed_hash_is_of_one_installation(catalog: Catalog, tmp_path: Path) -
         assert ours("a", "b") == ours("a", "b") == hmac.digest(catalog.secret, b"a\0b", "sha256").hex()[:24]
         assert ours("a", "b") != ours("ab")
         assert theirs("a", "b") != ours("a", "b")
-
-
-def test_keys_of_schema_0007_keep_working(empty_catalog_url: str, tmp_path: Path) -> None:
-    """Scopes become roles; a release that runs keeps the unit hashes that it began with."""
-    (tmp_path / "new").mkdir(exist_ok=True)
-    upgrade_to(empty_catalog_url, "0007")
-    scopes = {"u": "user", "s": "score", "a": "admin"}
-    with open_engine(empty_catalog_url).execution_options(write=True).begin() as connection:
-        add = text("INSERT INTO keys (hash, owner, scope, created_at) VALUES (:hash, 'me', :scope, 1.0)")
-        connection.execute(add, [{"hash": name * 64, "scope": scope} for name, scope in scopes.items()])
-        add = text(
-            "INSERT INTO routes (policy, weight, salt, version, updated_at) VALUES (:policy, 0, 's', 1, 1.0)"
-        )
-        connection.execute(add, [{"policy": "running"}, {"policy": "ended"}])
-        add = text(
-            "INSERT INTO releases (id, policy, revision, step, weight, state, settings, created_at,"
-            " updated_at, reason, version, skip_gates, evidence) VALUES"
-            " (:policy, :policy, 'd', 'canary', 0, :state, '{}', 1.0, 1.0, '', 1, '{}', '{}')"
-        )
-        states = {"running": "running", "ended": "promoted"}
-        connection.execute(add, [{"policy": policy, "state": state} for policy, state in states.items()])
-    migrate(empty_catalog_url)
-    with closing(Catalog(empty_catalog_url)) as catalog:
-        found = {key.hash[0]: key for key in catalog.keys.all()}
-        assert {name: found[name].roles for name in scopes} == {
-            "u": ["infer", "feedback"], "s": ["infer", "pin", "score"], "a": ["admin"],
-        }  # fmt: skip
-        assert found["u"].id == "u" * 12
-        assert all(key.is_in_force(time.time()) and key.sees("anything") for key in found.values())
-        assert catalog.routes.get("running").plain_units
-        assert not catalog.routes.get("ended").plain_units
-        assert catalog.secret
 
 
 def test_a_key_may_be_written_as_tinkers_sdk_wants_it(tmp_path: Path) -> None:

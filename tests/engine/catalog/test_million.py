@@ -2,30 +2,22 @@
 
 import difflib
 import hashlib
-import json
 import multiprocessing
 import pickle
-import sqlite3
 import subprocess
 import sys
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import column, table
 
 from engine.catalog import places as catalog_places
-from engine.catalog import tables
-from engine.catalog.access import open_engine
 from engine.catalog.catalog import Catalog, Policy, Revision, Route, migrate
 from engine.catalog.opening import whole_catalog
-from engine.catalog.revision_rows import COLUMNS, encode
 from engine.catalog.suggestions import Suggestions
 from engine.errors import AdapterError, Ambiguous, Conflict, Moved, NotFound, Purged
 from engine.store.segments import Location
-from tests.helpers.catalog_migrations import upgrade_to
 from tests.helpers.rows import make_release, make_revision
 
 spawn = multiprocessing.get_context("spawn")
@@ -276,7 +268,7 @@ def test_a_retired_revision_is_not_routed(catalog: Catalog) -> None:
     catalog.releases.update("r1", 0, state="held")
     with pytest.raises(Conflict, match="is retired"):
         catalog.releases.add(make_release("r2", digest(2)))
-    back = catalog.lifecycle.unretire("sorting", digest(2), "ben", "Still good.")
+    back = catalog.lifecycle.retire("sorting", digest(2), "ben", "Still good.", back=True)
     assert (back.retired_at, back.retired_by, back.retired_reason) == (None, "ben", "Still good.")
     catalog.routes.update(Route("sorting", champion=digest(2)), 1)
     with pytest.raises(NotFound):
@@ -323,88 +315,6 @@ def test_a_purge_leaves_a_mark_and_nothing_else(catalog: Catalog, monkeypatch: p
     assert catalog.purges.find("sorting") is not None
 
 
-def test_a_catalog_of_schema_0002_is_carried_over(tmp_path: Path) -> None:
-    """Its rows were words: digests in hexadecimal digits, and each with its base, layout and owner."""
-    url = f"sqlite:///{tmp_path}/old.db"
-    upgrade_to(url, "0002")
-    probe = {"accepted": True, "max_error": 1e-4}
-    rows = [row(i, parent=digest(i - 1) if i else None, layout=f"l{i % 3}") for i in range(2500)]
-    rows[1] = row(1, state="snapshot", expires_at=5.0, segment="s2", probe=probe)
-    names = [name for name in vars(rows[0]) if not name.startswith("retired")]
-    marks = ", ".join("?" * len(names))
-    columns = ", ".join(f'"{name}"' for name in names)
-    with sqlite3.connect(tmp_path / "old.db") as old:
-        values = [[getattr(r, name) for name in names[:-1]] + [r.probe and json.dumps(r.probe)] for r in rows]
-        assert names[-1] == "probe"
-        old.executemany(f"INSERT INTO revisions ({columns}) VALUES ({marks})", values)
-        old.execute("INSERT INTO routes VALUES ('sorting', ?, NULL, NULL, 0, 'salt', 3, 1.0)", [digest(0)])
-    migrate(url)
-    migrate(url)
-    catalog = whole_catalog(url)
-    found: list[Revision] = []
-    while page := catalog.revisions.scan(after=(found[-1].digest, "sorting") if found else None):
-        found += page
-    assert sorted(found, key=lambda r: r.created_at) == rows
-    assert catalog.routes.get("sorting").champion == digest(0)
-    assert [r.digest for r in catalog.lifecycle.expire(now=9.0)] == [digest(1)]
-    with sqlite3.connect(tmp_path / "old.db") as new:
-        tables = {name for (name,) in new.execute("SELECT name FROM sqlite_master")}
-        assert new.execute("SELECT COUNT(*) FROM names").fetchone() == (8,)
-    assert "revisions_0002" not in tables
-
-
-def test_a_catalog_of_schema_0003_keeps_its_rows_in_the_order_of_lists(
-    empty_catalog_url: str, tmp_path: Path
-) -> None:
-    """Its rows lay in the order of their digests; in both databases."""
-    url = empty_catalog_url
-    (tmp_path / "new").mkdir(exist_ok=True)
-    upgrade_to(url, "0003")
-    rows = [row(i) for i in range(50)]
-    rows[7] = row(7, probe={"accepted": True}, retired_at=3.0, retired_by="ann", retired_reason="Old.")
-    words = sorted({word for r in rows for word in (r.base, r.layout, r.segment, r.owner)})
-    ids = {word: id for id, word in enumerate(words, 1)}
-    names = [each.name for each in COLUMNS]
-    old = table("revisions", *map(column, names))
-    with open_engine(url).execution_options(write=True).begin() as connection:
-        known = [{"id": id, "name": word} for word, id in ids.items()]
-        connection.execute(table("names", column("id"), column("name")).insert(), known)
-        connection.execute(old.insert(), [dict(zip(names, encode(r, ids), strict=True)) for r in rows])
-    migrate(url)
-    with closing(whole_catalog(url)) as catalog:
-        newest = sorted(rows, key=lambda r: (r.created_at, r.digest), reverse=True)
-        assert catalog.revisions.page("sorting", retired=True) == newest
-        catalog.policies.add(Policy("sorting", "base", {"rank": 1}, "me", 1.0))
-        assert catalog.revisions.add_many([row(3), row(99)]) == [False, True]
-        assert catalog.revisions.get("sorting", digest(99)) == row(99)
-
-
-def test_a_canary_that_ran_under_schema_0005_knows_the_version_of_its_route(
-    empty_catalog_url: str, tmp_path: Path
-) -> None:
-    (tmp_path / "new").mkdir(exist_ok=True)
-    upgrade_to(empty_catalog_url, "0005")
-
-    def old(id: str, policy: str, **changes: Any) -> dict[str, Any]:
-        row = vars(make_release(id, digest(1), policy)) | changes
-        return {name: value for name, value in row.items() if name not in ("canary_version", "ramp")}
-
-    served = Route("sorting", canary=digest(1), weight=0.2, version=7)
-    ended = old("r0", "sorting", state="held", canary_started_at=2.0)
-    releases = [ended, old("r1", "sorting", canary_started_at=5.0), old("r2", "other")]
-    with open_engine(empty_catalog_url).execution_options(write=True).begin() as connection:
-        routes = [vars(served), vars(Route("other", version=4))]
-        known = [{name: row[name] for name in row if name != "plain_units"} for row in routes]
-        connection.execute(tables.routes.insert(), known)
-        connection.execute(tables.releases.insert(), releases)
-    migrate(empty_catalog_url)
-    with closing(whole_catalog(empty_catalog_url)) as catalog:
-        releases = catalog.releases.all()
-    assert {release.id: release.canary_version for release in releases} == {"r0": None, "r1": 7, "r2": None}
-    # Schema 0007: what ran before has one step, and no entry for it.
-    assert [release.ramp for release in releases] == [[], [], []]
-
-
 def test_policies_come_by_the_thousand(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.catalog.policies.POLICIES", 10)
     at, _ = catalog.changes.since(0)
@@ -447,7 +357,7 @@ def test_gateways_hear_of_what_changed_alone(catalog: Catalog, monkeypatch: pyte
         "add_release": lambda: catalog.releases.add(make_release("r1", digest(1))),
         "update_release": lambda: catalog.releases.update("r1", 0, state="held"),
         "retire": lambda: catalog.lifecycle.retire("sorting", digest(2), "ann", "Old."),
-        "unretire": lambda: catalog.lifecycle.unretire("sorting", digest(2), "ann", "Good."),
+        "unretire": lambda: catalog.lifecycle.retire("sorting", digest(2), "ann", "Good.", back=True),
         "quarantine": lambda: catalog.quarantine.add("sorting", digest(4), "The checksum differs."),
         "expire": lambda: (
             catalog.lifecycle.set_expiry("sorting", digest(3), 1.0),

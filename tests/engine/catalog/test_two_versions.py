@@ -1,26 +1,25 @@
 """Installations of two versions on one catalog: who goes on, who refuses, and what migrations may do."""
 
-import ast
-from contextlib import closing
+import re
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
-from engine.catalog import catalog as catalogs
 from engine.catalog.access import open_engine
+from engine.catalog.audit import Audit
 from engine.catalog.catalog import Catalog, Replica, migrate
-from engine.catalog.records import SCHEMA_VERSION
+from engine.catalog.opening import whole_catalog
+from engine.catalog.records import OLDEST_SCHEMA, SCHEMA_VERSION
+from engine.catalog.schema import ADDED
 from engine.errors import ConfigError
-from tests.helpers.catalog_migrations import upgrade_to
-from tests.helpers.rows import NEW, OLD, fill
+from tests.helpers.postgres import fresh_database
+from tests.helpers.rows import NEW, OLD, THIRD, fill
+from tests.helpers.state_of_265b009 import leave_catalog_of_265b009
 
-MIGRATIONS = Path(catalogs.__file__).parent / "migrations" / "versions"
-# From the table of engines on, engines of the version before go on with a migrated catalog.
-FIRST_SHARED = "0010"
-# What leaves the rows and queries of the version before as they are.
-ADDITIVE = {"create_table", "create_index", "add_column"}
 NEWER = "0999"
 
 
@@ -66,27 +65,82 @@ def test_an_older_version_neither_starts_nor_changes_a_newer_catalog(catalog_url
     engine.dispose()
 
 
-def test_a_newer_version_does_not_use_an_older_catalog_before_it_is_migrated(empty_catalog_url: str) -> None:
-    upgrade_to(empty_catalog_url, FIRST_SHARED)
-    says = f"schema {FIRST_SHARED}.*{SCHEMA_VERSION}.*controller"
+def test_a_catalog_of_265b009_gets_the_schema_of_a_new_one_and_keeps_its_rows(
+    catalog_url: str, request: pytest.FixtureRequest
+) -> None:
+    old_url = catalog_url.replace("catalog.db", "old.db")
+    if old_url == catalog_url:
+        old_url = fresh_database(request.getfixturevalue("postgres_server"))
+    leave_catalog_of_265b009(old_url)
+    says = f"schema {OLDEST_SCHEMA}.*{SCHEMA_VERSION}.*controller"
     with pytest.raises(ConfigError, match=says):
-        Catalog(empty_catalog_url)
-    migrate(empty_catalog_url)
-    with closing(Catalog(empty_catalog_url)) as catalog:
+        Catalog(old_url)
+    for _ in range(2):
+        migrate(old_url)
+    assert schema_of(old_url) == schema_of(catalog_url)
+    with closing(whole_catalog(old_url)) as catalog:
+        assert catalog.routes.get("sorting").champion == OLD
+        assert {row.digest for row in catalog.revisions.page("sorting")} == {OLD, NEW, THIRD}
+        assert [key.owner for key in catalog.keys.all()] == ["ann"]
+        assert catalog.bases.get("b" * 64).texts == []
         assert catalog.replicas.all() == []
+        assert Audit(catalog.access).verify()[0] == 3
 
 
-@pytest.mark.parametrize(
-    "file", [f for f in sorted(MIGRATIONS.glob("0*.py")) if f.name[:4] > FIRST_SHARED], ids=lambda f: f.name
-)
-def test_a_migration_only_adds_so_that_the_version_before_goes_on(file: Path) -> None:
+@pytest.mark.parametrize("found", ["0009", "0002"])
+def test_an_older_catalog_than_265b009s_is_refused_and_stays_as_it_is(
+    empty_catalog_url: str, found: str
+) -> None:
+    leave_catalog_of_265b009(empty_catalog_url)
+    with connected(empty_catalog_url) as connection:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = :found"), {"found": found})
+    before = schema_of(empty_catalog_url)
+    for opens in (migrate, Catalog):
+        with pytest.raises(ConfigError, match=f"schema {found}.*265b009"):
+            opens(empty_catalog_url)
+    assert schema_of(empty_catalog_url) == before
+
+
+def test_a_version_only_adds_so_that_the_version_before_goes_on() -> None:
     """A column that must be filled, or one that goes, would stop the engines that are not upgraded yet."""
-    for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
-        if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "op":
-            assert call.func.attr in ADDITIVE, f"{file.name}:{call.lineno}"
-            if call.func.attr == "add_column":
-                text = ast.unparse(call)
-                assert "nullable=False" not in text or "server_default" in text, f"{file.name}:{call.lineno}"
-                assert "unique=True" not in text, f"{file.name}:{call.lineno}"
-            if call.func.attr == "create_index":
-                assert "unique=True" not in ast.unparse(call), f"{file.name}:{call.lineno}"
+    assert all(OLDEST_SCHEMA < version <= SCHEMA_VERSION for version in ADDED)
+    for statement in (statement for version in ADDED.values() for statement in version):
+        assert re.fullmatch(r"ALTER TABLE \w+ ADD COLUMN .*|CREATE INDEX .*", statement)
+        assert "NOT NULL" not in statement or "DEFAULT" in statement
+        assert "UNIQUE" not in statement
+
+
+@contextmanager
+def connected(url: str) -> Iterator[sa.Connection]:
+    engine = open_engine(url)
+    with engine.execution_options(write=True).begin() as connection:
+        yield connection
+    engine.dispose()
+
+
+def described(index: Any) -> tuple[Any, ...]:
+    where = sorted((name, str(value)) for name, value in index.get("dialect_options", {}).items())
+    return index["name"], index["column_names"], index["unique"], where
+
+
+def schema_of(url: str) -> dict[str, Any]:
+    """Return the columns, keys, indexes and triggers of each table, and its version."""
+    with connected(url) as connection:
+        found = sa.inspect(connection)
+        schema: dict[str, Any] = {
+            table: (
+                [{**column, "type": repr(column["type"])} for column in found.get_columns(table)],
+                found.get_pk_constraint(table),
+                found.get_unique_constraints(table),
+                sorted(map(described, found.get_indexes(table))),
+            )
+            for table in found.get_table_names()
+        }
+        query = (
+            "SELECT name, sql FROM sqlite_master WHERE type = 'trigger' ORDER BY 1"
+            if connection.dialect.name == "sqlite"
+            else "SELECT tgname, pg_get_triggerdef(oid) FROM pg_trigger ORDER BY 1"
+        )
+        schema["triggers"] = [tuple(row) for row in connection.exec_driver_sql(query)]
+        schema["version"] = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
+    return schema

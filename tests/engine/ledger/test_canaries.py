@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-import duckdb
 import pytest
 
 from engine.catalog.records import Release
 from engine.ledger.canaries import CanaryReader
-from engine.ledger.ledger import MIGRATIONS, Ledger, Spool
+from engine.ledger.ledger import Ledger, Spool
 from engine.quality.canary import CanaryResult
 from engine.settings.releases import ReleaseConfig
 from tests.helpers.rows import NEW, OLD
@@ -16,7 +15,6 @@ RELEASE = Release(
     "r", "sorting", NEW, OLD, "canary", 0.2, "running", ReleaseConfig().model_dump(mode="json"), 0.0, 0.0,
     canary_started_at=0.0, canary_version=1, ramp=[[1, 0.2]],
 )  # fmt: skip
-BEFORE_SEGMENTS = 10
 
 
 def answer(spool: Spool, number: int, **more: object) -> None:
@@ -68,26 +66,3 @@ def test_a_refused_request_has_no_rating_and_only_streams_have_a_first_token(
     assert (result.canary_units, result.baseline_units) == (40, 160)
     units = {guard.guard: (guard.canary_units, guard.baseline_units) for guard in result.guards}
     assert units["ttft"] == (20, 80)
-
-
-def test_answers_of_an_older_ledger_are_judged_beside_new_ones(tmp_path: Path, spool: Spool) -> None:
-    path = tmp_path / "old.duckdb"
-    with duckdb.connect(str(path)) as old:
-        old.execute('CREATE TABLE migrations (version INTEGER PRIMARY KEY, "at" DOUBLE)')
-        for number, file in enumerate(sorted(MIGRATIONS.glob("*.sql"))[:BEFORE_SEGMENTS], start=1):
-            old.execute(file.read_text())
-            old.execute("INSERT INTO migrations VALUES (?, 0)", [number])
-        old.execute(
-            """INSERT INTO observations (id, "at", policy, digest, arm, unit, key, status, latency_s, purpose,
-                route_version) VALUES ('q', 0, 'sorting', ?, 'canary', 'u', 'k', 200, 1.5, 'user', 1)""",
-            [NEW],
-        )
-        old.execute(
-            """INSERT INTO feedback (id, "at", request_id, reward, key) VALUES ('f', 0, 'q', 0.5, 'k')"""
-        )
-    for number in range(1, 5):
-        answer(spool, number, segment="de", completion_tokens=3)
-    result = judged(Ledger(path), spool)
-    assert (result.canary_units, result.baseline_units, result.canary_reward) == (1, 4, 0.5)
-    units = {guard.guard: (guard.canary_units, guard.baseline_units) for guard in result.guards}
-    assert (units["cost"], units["length"]) == ((1, 4), (0, 4))

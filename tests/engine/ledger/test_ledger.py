@@ -11,14 +11,16 @@ import time
 import uuid
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pytest
 
 from engine.errors import ConfigError, Conflict, NotFound, ServiceError
-from engine.ledger.ledger import MIGRATIONS, Ledger, Spool, open_snapshot
+from engine.ledger.ledger import Ledger, Spool, open_snapshot
 from engine.ledger.spool import OLDEST_NEW_S, ready_files
 from tests.helpers.history import step_row
+from tests.helpers.state_of_265b009 import ledger_of_265b009
 
 spawn = multiprocessing.get_context("spawn")
 
@@ -293,21 +295,37 @@ def test_every_metric_of_a_training_step_is_in_the_ledger(spool: Spool, ledger: 
     assert set(names) - set(row) == identity
 
 
-def test_steps_of_an_older_ledger_stay_without_the_new_metrics(tmp_path: Path, spool: Spool) -> None:
+def test_the_ledger_of_265b009_has_the_schema_of_a_new_one_and_goes_on(
+    tmp_path: Path, spool: Spool, ledger: Ledger
+) -> None:
     path = tmp_path / "old.duckdb"
-    with duckdb.connect(str(path)) as old:
-        old.execute('CREATE TABLE migrations (version INTEGER PRIMARY KEY, "at" DOUBLE)')
-        for number, file in enumerate(sorted(MIGRATIONS.glob("*.sql"))[:2], start=1):
-            old.execute(file.read_text())
-            old.execute("INSERT INTO migrations VALUES (?, 0)", [number])
+    with ledger_of_265b009(path) as old:
         old.execute(
             """INSERT INTO train_steps (id, "at", policy, step, reward) VALUES ('x', 1, 'p', 1, 0.5)"""
         )
-    ledger = Ledger(path)
+    went_on = Ledger(path)
+    assert schema_of(went_on) == schema_of(ledger)
     spool.emit("train_steps", **step_row(2, "p"))
-    assert take_in(ledger, spool) == 1
+    assert take_in(went_on, spool) == 1
     query = "SELECT step, reward, entropy, masked FROM train_steps ORDER BY step"
-    assert rows(ledger, query) == [(1, 0.5, None, None), (2, 0.005, 1.0, '{"outlier":3,"router":5}')]
+    assert rows(went_on, query) == [(1, 0.5, None, None), (2, 0.005, 1.0, '{"outlier":3,"router":5}')]
+
+
+def schema_of(ledger: Ledger) -> list[tuple[Any, ...]]:
+    """Return all columns in their order, views included, each view's text, and the version."""
+    columns = """SELECT table_name, column_index, column_name, data_type, is_nullable FROM duckdb_columns()
+        WHERE NOT internal ORDER BY ALL"""
+    views = "SELECT view_name, sql FROM duckdb_views() WHERE NOT internal ORDER BY ALL"
+    return rows(ledger, columns) + rows(ledger, views) + rows(ledger, "SELECT max(version) FROM migrations")
+
+
+def test_an_older_ledger_than_265b009s_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "old.duckdb"
+    ledger_of_265b009(path, 9).close()
+    with pytest.raises(ConfigError, match=r"schema 9, older than 11.*265b009"):
+        Ledger(path)
+    with duckdb.connect(str(path), read_only=True) as old:
+        assert old.execute("SELECT max(version) FROM migrations").fetchall() == [(9,)]
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ import pytest
 from engine.ledger import purge as purging
 from engine.ledger.copies import LedgerCopy
 from engine.ledger.ledger import Ledger, Spool, open_snapshot
-from engine.ledger.purge import FRESH, Removal, erase, of_keys, of_old, of_policy, purge, remove
+from engine.ledger.purge import FRESH, Removal, of_keys, of_old, of_policy, purge, remove
 
 # What must not be found in any file afterwards; long and random, so that no compression hides it.
 SECRET = os.urandom(2000).hex()
@@ -44,7 +44,9 @@ def state(tmp_path: Path) -> Path:
 def purged(state: Path, policy: str = "gone") -> dict[str, int]:
     ledger = Ledger(state / "ledger.duckdb")
     try:
-        return purge(ledger, state / "spool", state / "ledger.snapshot.duckdb", policy)
+        return purge(
+            ledger, state / "spool", state / "ledger.snapshot.duckdb", of_policy(ledger.path, policy)
+        )
     finally:
         ledger.close()
 
@@ -131,9 +133,19 @@ def asked(tmp_path: Path) -> Path:
 
 def test_what_some_keys_asked_is_left_in_no_file(asked: Path) -> None:
     with closing(Ledger(asked / "ledger.duckdb")) as ledger:
-        removed = erase(ledger, asked / "spool", asked / "ledger.snapshot.duckdb", ["theirs", "older"])
+        removed = purge(
+            ledger,
+            asked / "spool",
+            asked / "ledger.snapshot.duckdb",
+            of_keys(ledger.path, ["theirs", "older"]),
+        )
         assert removed == {"feedback": 10, "observations": 10, "rejected": 1}
-        again = erase(ledger, asked / "spool", asked / "ledger.snapshot.duckdb", ["theirs", "older"])
+        again = purge(
+            ledger,
+            asked / "spool",
+            asked / "ledger.snapshot.duckdb",
+            of_keys(ledger.path, ["theirs", "older"]),
+        )
         assert not any(again.values())
     assert rows(asked, "SELECT DISTINCT key FROM observations") == [("ours",)]
     assert rows(asked, "SELECT count(*), min(key) FROM feedback") == [(10, "ours")]
@@ -204,7 +216,7 @@ def purge_until(state: Path, step: str) -> None:
         Removal.switch = switches  # type: ignore[method-assign]
     else:
         setattr(*places[step], dies)
-    purge(ledger, state / "spool", state / "ledger.snapshot.duckdb", "gone")
+    purge(ledger, state / "spool", state / "ledger.snapshot.duckdb", of_policy(ledger.path, "gone"))
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import duckdb
@@ -20,9 +21,10 @@ from engine.metering.dead_gateways import close_dead
 from engine.metering.raw_usage import export
 from engine.metering.usage_log import UsageLog
 from engine.metering.usage_rows import DAY, MONTH, Budget, Metered, connect, periods, remaining_s
-from engine.metering.usage_schema import SCHEMA, create
+from engine.metering.usage_schema import VERSION, create
 from engine.threads import WORKS
 from tests.helpers.live import eventually
+from tests.helpers.state_of_265b009 import usage_log_of_265b009
 
 spawn = multiprocessing.get_context("spawn")
 NOON = 1_790_000_000.0
@@ -52,9 +54,8 @@ def log(tmp_path: Path):
     opened.close()
 
 
-def test_the_log_of_schema_1_opens_and_its_negative_numbers_become_0(tmp_path: Path) -> None:
-    with closing(connect(tmp_path / "usage.db")) as connection:
-        connection.executescript(SCHEMA[0] + "PRAGMA user_version = 1;")
+def test_the_log_of_265b009_opens_and_its_negative_numbers_become_0(tmp_path: Path) -> None:
+    with closing(usage_log_of_265b009(tmp_path / "usage.db")) as connection:
         whose = ("g", NOON, "acme", "k-acme", "acme-sums", "a" * 64, "user")
         for name, state, prompt, completion in (
             ("good", "settled", 7, 5), ("bad", "settled", -(10**9), 0), ("open", "admitted", None, None)
@@ -72,7 +73,7 @@ def test_the_log_of_schema_1_opens_and_its_negative_numbers_become_0(tmp_path: P
         found = connection.execute(
             "SELECT seq, id, state, prompt, completion, reserved FROM requests"
         ).fetchall()
-        assert connection.execute("PRAGMA user_version").fetchone() == (len(SCHEMA),)
+        assert connection.execute("PRAGMA user_version").fetchone() == (VERSION,)
     assert found == [
         (1, "good", "settled", 7, 5, 100),
         (2, "bad", "settled", 0, 0, 100),
@@ -80,16 +81,26 @@ def test_the_log_of_schema_1_opens_and_its_negative_numbers_become_0(tmp_path: P
     ]
     assert spent(tmp_path) == {("tenant:acme", day): (0, 100), ("tenant:acme", month): (12, 100)}
     assert totals(tmp_path) == (2, 0, 5, 0)
+    create(tmp_path / "new.db")
+    assert columns_of(tmp_path / "usage.db") == columns_of(tmp_path / "new.db")
+
+
+def columns_of(path: Path) -> list[tuple[Any, ...]]:
+    query = """SELECT t.name, t.ncol, t.wr, t.strict, c.*
+        FROM pragma_table_list t, pragma_table_info(t.name) c
+        WHERE t.schema = 'main' ORDER BY t.name, c.cid"""
+    with closing(connect(path)) as connection:
+        return connection.execute(query).fetchall()
 
 
 def test_a_log_of_a_newer_version_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     create(tmp_path / "usage.db")
     with closing(connect(tmp_path / "usage.db")) as connection:
-        connection.execute(f"PRAGMA user_version = {len(SCHEMA) + 1}")
-    with pytest.raises(ConfigError, match=f"schema {len(SCHEMA) + 1}"):
+        connection.execute(f"PRAGMA user_version = {VERSION + 1}")
+    with pytest.raises(ConfigError, match=f"schema {VERSION + 1}"):
         UsageLog(tmp_path)
     with closing(connect(tmp_path / "usage.db")) as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (len(SCHEMA) + 1,)
+        assert connection.execute("PRAGMA user_version").fetchone() == (VERSION + 1,)
 
 
 def test_commits_become_durable_although_exports_fail(

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,7 +18,7 @@ from engine.publishing.importing import import_revision
 from engine.quality.probe import Probe, ProbeRow
 from engine.report.collect import with_claim
 from engine.report.data import RevisionRow
-from engine.report.revision_page import gather
+from engine.report.why import gather
 from engine.settings.params import Params
 from tasks import flavor, version_page
 from tasks.adapters import described, find
@@ -123,8 +124,9 @@ def test_another_bases_name_is_in_manifest_catalog_registry_and_report(tiny_base
         assert catalog.policies.get("afar").config == {"import": told}
     tags = flavor.describe(read_manifest(directory))
     assert (tags["named_base"], tags["base_name"]) == (OTHER, base.name)
-    facts = gather(params, "afar", digest)
-    assert f"Made for the base {OTHER}, served on {base.name}" in version_page.facts_of(facts)
+    registry = Mock(search_model_versions=Mock(return_value=[]))
+    page = version_page.page(params, registry, gather(params, "afar", digest))
+    assert f"It was made for the base {OTHER}." in page
     row = RevisionRow("afar", digest, None, 0, 2, 8, 0.0)
     assert with_claim(row, params.paths.revisions).named_base == OTHER
     # A manifest of another base stays an error.

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import tinker
 
+from engine.catalog.tinker_records import TinkerModel
 from engine.errors import LimitReached, ServiceError
 from engine.tinker import app, callers, models, sampling
 from engine.tinker.models import state_name
@@ -186,7 +187,7 @@ def test_a_sampler_serves_a_snapshot_a_revision_and_the_base(
     assert list(final.compute_logprobs(prompt).result()) == [None, -1.0, -1.0]
     base = client.create_sampling_client(base_model="tiny-dense")
     base.sample(prompt, 1, params).result()
-    policy = served.catalog.tinker.model("acme", model.model_id).policy
+    policy = served.catalog.tinker.find(TinkerModel, "acme", model.model_id).policy
     assert policy.startswith("acme-")
     sampled = [call[1] for call in served.backend.calls if call[0] == "sample"]
     assert [name.partition("@")[0] for name in sampled] == [policy, policy, "tiny-dense"]
@@ -324,7 +325,7 @@ def test_results_of_what_changed_something_outlive_the_process(
 def test_telemetry_is_accepted_and_stored_nowhere(served: Served) -> None:
     said = {"events": [{"headers": {"x-api-key": "tml-secret"}}], "platform": "", "session_id": "s"}
     assert served.ask("POST", "/telemetry", json=said).json() == {"status": "accepted"}
-    dump = json.dumps([served.catalog.tinker.models("acme", 1000, 0)], default=str)
+    dump = json.dumps([served.catalog.tinker.page(TinkerModel, "acme", 1000, 0)], default=str)
     assert "tml-secret" not in dump
 
 

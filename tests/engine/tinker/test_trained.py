@@ -7,6 +7,7 @@ import pytest
 import tinker
 import torch
 
+from engine.catalog.tinker_records import TinkerModel
 from engine.settings.params import Params
 from engine.tinker import app
 from engine.tinker.backend import Backend
@@ -78,7 +79,7 @@ def test_a_model_learns_and_goes_on_from_its_state(served: Served, client: tinke
     assert other[1] != want[1]
     # The checkpoint for samplers is a revision of the catalog, with its probe.
     row = served.catalog.tinker.checkpoint("acme", model.model_id, "sampler_weights", "final")
-    policy = served.catalog.tinker.model("acme", model.model_id).policy
+    policy = served.catalog.tinker.find(TinkerModel, "acme", model.model_id).policy
     assert row
     found = served.catalog.revisions.get(policy, row.stored)
     assert (found.state, found.owner, found.step, found.rank) == ("exported", "acme", 4, 8)
@@ -171,7 +172,7 @@ def sent(given: list[dict[str, list[float]]]) -> list[tinker.Datum]:
 
 def factors(served: Served, model: tinker.TrainingClient) -> dict[str, torch.Tensor]:
     """The model's adapter in the trainer."""
-    found = served.catalog.tinker.model("acme", model.model_id)
+    found = served.catalog.tinker.find(TinkerModel, "acme", model.model_id)
     assert found
     session = served.trainers.now.trainer.sessions.find(found.policy).session
     return {key: factor.detach().clone() for key, factor in session.adapter.factors.items()}

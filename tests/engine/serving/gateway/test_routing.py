@@ -274,7 +274,7 @@ def test_a_retired_revision_is_gone_but_not_to_the_scorer(catalog):
     with pytest.raises(Gone, match=r"retired.*Nobody needs it\."):
         router.resolve(pinned, "ann")
     assert router.resolve(pinned, "ann", purpose="score").digest == CANARY
-    catalog.lifecycle.unretire("sums", CANARY, "ann", "Somebody does.")
+    catalog.lifecycle.retire("sums", CANARY, "ann", "Somebody does.", back=True)
     assert router.resolve(pinned, "ann").digest == CANARY
 
 

@@ -3,7 +3,6 @@
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,7 @@ from engine.training.model.packing import Example, TokenRow
 from engine.training.service import state
 from engine.training.service.protocol import LoadState, OptimStep
 from engine.training.service.session import CURRENT, Session, state_file
-from engine.training.service.sessions import Sessions
-from engine.training.service.start import start_of
-from engine.training.service.state import NAME, find_answer
+from engine.training.service.state import NAME
 from tests.helpers.training_pass import gather
 from tests.helpers.training_sessions import ADAM, BASE, factors, opening, same, train_one
 
@@ -141,75 +138,12 @@ def test_a_save_that_is_cut_off_anywhere_is_done_again_or_not_at_all(base, tmp_p
         assert again.load_from(loading("best", "load"))["history"][-1]["step"] == 1
 
 
-def version_2(session: Session) -> dict[str, Any]:
-    """What version 2 stored: history and results within the state, no journal."""
-    stored = state.read(state_file(session.directory))
-    kept = {name: value for name, value in stored.items() if name not in ("journal", "last", "row")}
-    done = {id: result for id, (result, _) in session.journal.done.items()}
-    return {**kept, "version": 2, "history": session.history, "done": done}
-
-
-def test_a_state_of_version_1_is_read(base, tmp_path):
+def test_a_state_of_a_version_before_265b009_is_refused(base, tmp_path):
     session = Session(tmp_path, base, BASE, opening())
     train_one(session, 1)
-    kept = {name: value for name, value in version_2(session).items() if name not in ("opened", "fence")}
-    torch.save({**kept, "version": 1}, tmp_path / "current.state")
-    again = Session(tmp_path, base, BASE, opening())
-    again.load()
-    assert (again.step, again.fence) == (1, 0)
-    assert same(factors(again), factors(session))
-
-
-@pytest.mark.parametrize("opened_again", ["load", "resume", "fork"])
-def test_a_state_from_before_ranks_could_differ_is_read(base, tmp_path, opened_again):
-    session = Session(tmp_path / "sums-1", base, BASE, opening())
-    train_one(session, 1)
-    kept = version_2(session)
-    kept["settings"] = {
-        name: value for name, value in kept["settings"].items() if name not in ("ranks", "alphas")
-    }
-    torch.save(kept, tmp_path / "sums-1" / "current.state")
-    if opened_again == "load":
-        again = Session(tmp_path / "sums-1", base, BASE, opening())
-        again.load()
-    elif opened_again == "resume":
-        again = Sessions(tmp_path, base, BASE, 1 << 30, lambda _: 0).resume(opening())
-    else:
-        start = start_of(opening("fork", fork_session="sums-1"), base, BASE, None, tmp_path)
-        again = Session(tmp_path / "fork", base, BASE, start.opened)
-        start.fill(again.adapter)
-    assert again.settings["ranks"] == again.settings["alphas"] == {}
-    assert same(factors(again), factors(session))
-
-
-def test_a_state_of_version_2_continues_with_its_history_and_results(base, tmp_path):
-    old = Session(tmp_path / "old", base, BASE, opening("old"))
-    train_one(old, 1)
-    old.save_answer("opened")
-    named = version_2(old)
-    train_one(old, 2)
-    stored = version_2(old)
-    for file in (tmp_path / "old").iterdir():
-        file.unlink()
-    state.write(named, [state_file(tmp_path / "old", "best")])
-    state.write(stored, [state_file(tmp_path / "old")])
-
-    trained = Session(tmp_path / "old", base, BASE, opening("old"))
-    trained.load()
-    train_one(trained, 3)
-    again = Session(tmp_path / "old", base, BASE, opening("old"))
-    again.load()
-    assert again.history == trained.history
-    assert [row["reward"] for row in again.history] == [0.1, 0.2, 0.3]
-    assert [row["step"] for row in again.journal.answer("opened")["history"]] == [1]
-    assert again.journal.answer("step-2") == {"step": 2, "grad_norm": stored["history"][1]["grad_norm"]}
-    again.load("best")
-    assert again.row == again.history[-1] == stored["history"][0]
-    header = state.read_header(state_file(tmp_path / "old"))
-    assert find_answer(tmp_path / "old", header, "opened") == again.journal.answer("opened")
-    # Before its next step is stored, too.
-    assert find_answer(tmp_path / "old", stored, "opened") == again.journal.answer("opened")
-    assert find_answer(tmp_path / "old", header, "never") is None
+    torch.save({"version": 2, "history": session.history}, tmp_path / "current.state")
+    with pytest.raises(ServiceError, match=r"version 2.*265b009"):
+        Session(tmp_path, base, BASE, opening()).load()
 
 
 @pytest.mark.long

@@ -3,14 +3,21 @@
 CREATE TABLE scores (
     id VARCHAR PRIMARY KEY, "at" DOUBLE NOT NULL, code_version VARCHAR, config_hash VARCHAR,
     policy VARCHAR, digest VARCHAR, base VARCHAR, suite VARCHAR, suite_version VARCHAR,
-    item VARCHAR, score DOUBLE, answer VARCHAR, run VARCHAR
+    item VARCHAR, score DOUBLE, answer VARCHAR, run VARCHAR,
+    -- The question that a revision's answer was scored on; NULL in the base's rows, which belong to no policy.
+    question VARCHAR
 );
 
 CREATE TABLE observations (
     id VARCHAR PRIMARY KEY, "at" DOUBLE NOT NULL, code_version VARCHAR, config_hash VARCHAR,
     policy VARCHAR, digest VARCHAR, arm VARCHAR, unit VARCHAR, key VARCHAR, status INTEGER,
     latency_s DOUBLE, ttft_s DOUBLE, prompt_tokens INTEGER, completion_tokens INTEGER,
-    route_version INTEGER, gateway VARCHAR, purpose VARCHAR
+    route_version INTEGER, gateway VARCHAR, purpose VARCHAR,
+    -- How an answer ended (`ok`, `invalid`, `refused`, `truncated`; NULL where the gateway did not look), and a streamed
+    -- answer's seconds for each token after the first.
+    outcome VARCHAR, token_s DOUBLE,
+    -- The segment that a request names (NULL: none), and the pieces of a streamed answer, whose tokens nobody counts.
+    segment VARCHAR, pieces INTEGER
 );
 
 CREATE TABLE feedback (
@@ -28,12 +35,32 @@ CREATE TABLE train_steps (
     id VARCHAR PRIMARY KEY, "at" DOUBLE NOT NULL, code_version VARCHAR, config_hash VARCHAR,
     policy VARCHAR, session VARCHAR, step INTEGER, digest VARCHAR, reward DOUBLE,
     importance_ratio DOUBLE, loss DOUBLE, grad_norm DOUBLE, rollout_s DOUBLE, reward_s DOUBLE,
-    update_s DOUBLE, handoff_s DOUBLE, tokens INTEGER, groups_kept INTEGER, kept DOUBLE
+    update_s DOUBLE, handoff_s DOUBLE, tokens INTEGER, groups_kept INTEGER, kept DOUBLE,
+    -- Failures of the policy's verifier itself: it raised, hung, or returned no score.
+    verifier_errors INTEGER,
+    -- Rewards, loss, correction, lengths, time, memory. Shares lie in [0, 1], `masked` is tokens by reason,
+    -- `peak_memory` is bytes.
+    loss_fn VARCHAR, reward_std DOUBLE, zero_spread DOUBLE, kl DOUBLE, kl_old DOUBLE, entropy DOUBLE,
+    ratio_min DOUBLE, ratio_max DOUBLE, clip_fraction DOUBLE, masked JSON, learned_tokens INTEGER,
+    length_mean DOUBLE, length_max INTEGER, truncated DOUBLE, staleness DOUBLE, tokens_per_s DOUBLE,
+    wait_s DOUBLE, backpressure_s DOUBLE, peak_memory BIGINT,
+    -- Off-policy corrections: tokens whose weight was capped, and the mean of all weights.
+    capped INTEGER, correction_weight DOUBLE,
+    -- Router replay: share of the tokens whose experts the trainer would have chosen differently from the engine.
+    out_of_route DOUBLE,
+    -- The failures that `verifier_errors` counts, by kind: exceptions, timeouts, missing scores.
+    verifier_faults JSON,
+    -- The mean share of 3-grams that an answer has repeated, and the step's warning of a collapse, if any.
+    repeated DOUBLE, collapse VARCHAR
 );
 
+-- A cold load's outcome (`ready`, `refused`, or `cancelled` when no request waited any longer, which is no fault of the
+-- revision), its wait in the queue, its priority (`interactive` or `background`), how many requests shared it, and the
+-- host tier after it. A row of tier `stored` is an eviction; its `seconds` are the adapter's time there.
 CREATE TABLE loads (
     id VARCHAR PRIMARY KEY, "at" DOUBLE NOT NULL, code_version VARCHAR, config_hash VARCHAR,
-    policy VARCHAR, digest VARCHAR, tier VARCHAR, bytes BIGINT, seconds DOUBLE, error VARCHAR
+    policy VARCHAR, digest VARCHAR, tier VARCHAR, bytes BIGINT, seconds DOUBLE, error VARCHAR,
+    outcome VARCHAR, wait_s DOUBLE, priority VARCHAR, waiters INTEGER, tier_adapters INTEGER, tier_bytes BIGINT
 );
 
 CREATE TABLE route_changes (
@@ -90,3 +117,17 @@ SELECT policy, champion, "at" AS since,
     lead("at") OVER (PARTITION BY policy ORDER BY version) AS until
 FROM changes
 WHERE champion IS DISTINCT FROM before OR number = 1;
+
+-- Each revision's loads: their number, times, waits, and the last fault.
+CREATE VIEW loads_per_revision AS
+SELECT policy, digest,
+    count(*) FILTER (tier = 'host' AND error IS NULL) AS loads,
+    count(*) FILTER (tier = 'host' AND error IS NOT NULL AND outcome IS DISTINCT FROM 'cancelled') AS faults,
+    count(*) FILTER (tier = 'stored') AS evictions,
+    coalesce(sum(waiters) FILTER (tier = 'host'), 0)::BIGINT AS waits,
+    avg(seconds) FILTER (tier = 'host' AND error IS NULL) AS load_s,
+    avg(wait_s) FILTER (tier = 'host') AS wait_s,
+    max("at") AS last_at,
+    arg_max(error, "at")
+        FILTER (tier = 'host' AND error IS NOT NULL AND outcome IS DISTINCT FROM 'cancelled') AS last_fault
+FROM loads GROUP BY policy, digest;

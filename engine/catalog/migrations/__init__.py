@@ -1,1 +1,0 @@
-"""Alembic migrations of the catalog, run by `engine.catalog.catalog.migrate`."""

@@ -1,0 +1,80 @@
+"""The catalog's schema: how a new database gets it, and one of an older version."""
+
+import secrets
+import uuid
+
+from sqlalchemy import Connection, inspect
+
+from engine.catalog import tables
+from engine.catalog.access import schema_fault
+from engine.catalog.records import OLDEST_SCHEMA, SCHEMA_VERSION
+from engine.errors import ConfigError
+
+SAID = "entries of the audit log are never changed"
+# What a new database has beside the tables.
+BESIDE = {
+    "postgresql": (
+        # Byte order, as in SQLite, so that names with one prefix are a range.
+        'ALTER TABLE policies ALTER COLUMN name TYPE VARCHAR COLLATE "C"',
+        f"CREATE FUNCTION audit_is_final() RETURNS trigger LANGUAGE plpgsql AS "
+        f"$$ BEGIN RAISE EXCEPTION '{SAID}'; END $$",
+        "CREATE TRIGGER audit_is_final BEFORE UPDATE OR DELETE OR TRUNCATE ON audit "
+        "EXECUTE FUNCTION audit_is_final()",
+    ),
+    "sqlite": tuple(
+        f"CREATE TRIGGER audit_no_{change.lower()} BEFORE {change} ON audit "
+        f"BEGIN SELECT RAISE(ABORT, '{SAID}'); END"
+        for change in ("UPDATE", "DELETE")
+    ),
+}
+VERSIONS = (
+    "CREATE TABLE alembic_version "
+    "(version_num VARCHAR(32) NOT NULL, CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num))"
+)
+# What a version adds to tables that the one before has. New tables come from `tables` and need no line.
+ADDED = {
+    "0013": (
+        "ALTER TABLE tenants ADD COLUMN suspended_at FLOAT",
+        "ALTER TABLE tenants ADD COLUMN suspended_for VARCHAR",
+    ),
+    "0014": ("ALTER TABLE bases ADD COLUMN texts JSON DEFAULT '[]' NOT NULL",),
+}
+
+
+def upgrade(connection: Connection) -> None:
+    """Create the tables or bring them to the newest schema, in a write transaction of the caller.
+
+    Raises `ConfigError` for a schema of a newer version, or of one that is too old for this step.
+    """
+    found = _version(connection)
+    if found is None:
+        _create(connection)
+    elif found > SCHEMA_VERSION or found < OLDEST_SCHEMA:
+        raise ConfigError(schema_fault(str(connection.engine.url.database), found))
+    elif found < SCHEMA_VERSION:
+        tables.metadata.create_all(connection)
+        for version in sorted(ADDED):
+            if version > found:
+                _execute(connection, ADDED[version])
+        connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{SCHEMA_VERSION}'")
+
+
+def _version(connection: Connection) -> str | None:
+    if not inspect(connection).has_table("alembic_version"):
+        return None
+    found = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
+    return None if found is None else str(found)
+
+
+def _create(connection: Connection) -> None:
+    # In a database with other tables of these names this fails, and nothing was changed.
+    tables.metadata.create_all(connection, checkfirst=False)
+    _execute(connection, BESIDE[connection.dialect.name])
+    identity = {"id": uuid.uuid4().hex, "secret": secrets.token_hex(32)}
+    connection.execute(tables.catalog.insert(), identity)
+    _execute(connection, (VERSIONS, f"INSERT INTO alembic_version VALUES ('{SCHEMA_VERSION}')"))
+
+
+def _execute(connection: Connection, statements: tuple[str, ...]) -> None:
+    for statement in statements:
+        connection.exec_driver_sql(statement)
