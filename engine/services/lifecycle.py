@@ -61,7 +61,7 @@ class State:
 
 def settings_hash(params: Params) -> str:
     """Return a hash of the settings that services read at start, without those that flow runs read anew."""
-    return content_hash(params.model_dump(mode="json", exclude={"policies", "demo", "nightly", "evaluate"}))
+    return content_hash(params.model_dump(mode="json", exclude={"policies", "nightly", "evaluate"}))
 
 
 def services(params: Params) -> tuple[Service, ...]:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from engine.errors import ConfigError
 from engine.settings.model import Fraction, Settings, explain
-from engine.settings.policies import Contract, PolicyConfig, Verifier
+from engine.settings.policies import PolicyConfig
 from engine.settings.releases import ReleaseConfig
 from engine.settings.services import (
     CatalogConfig,
@@ -67,22 +67,6 @@ class BaseConfig(Settings):
         pattern=r"^[0-9a-f]{12,64}$",
         description="Accept the base's tokenizer, chat template and generation defaults with this digest, "
         "which differ from those that its revisions were trained with.",
-    )
-
-
-class DemoConfig(Settings):
-    """The main job's simulated users and its bad revision."""
-
-    users_per_second: float = Field(30, gt=0, description="Start this many simulated users a second.")
-    max_users: int = Field(4000, ge=1, description="Start at most this many users a release.")
-    bad_policy: PolicyName = Field("arithmetic", description="Train the bad revision of this policy.")
-    bad_contract: Contract = Field("json", description="Train it towards this wrong answer format.")
-    bad_verifier: Verifier | None = Field(
-        None, description="Train it towards the rule of this verifier. Empty: the policy's verifier."
-    )
-    bad_steps: int = Field(12, ge=1, description="Train it for this many steps.")
-    bad_lr: float | None = Field(
-        None, gt=0, description="Train it with this learning rate. Empty: the policy's."
     )
 
 
@@ -166,7 +150,6 @@ class Params(Settings):
     releases: dict[PolicyName, dict[str, Any]] = Field(
         default_factory=dict, description="Settings of `release` that differ for a policy, by its name."
     )
-    demo: DemoConfig = Field(default_factory=DemoConfig)
     nightly: NightlyConfig = Field(default_factory=NightlyConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from engine.errors import ConfigError
 from engine.settings.losses import LossConfig, LossName, loss_config
@@ -71,9 +71,6 @@ class PolicyConfig(Settings):
     loss: LossName = "dapo"
     loss_config: LossConfig = Field(default_factory=LossConfig, description="Change settings of the loss.")
     max_tokens: int = Field(24, ge=1, description="End an answer after this many tokens.")
-    temperature: float = Field(
-        1.0, gt=0, description="Sample at this temperature. Only 1 is accepted: the loss assumes it."
-    )
     router_replay: bool = Field(
         False,
         description="Train each token on the experts that the engine chose. Needs engine.routed_experts.",
@@ -105,16 +102,6 @@ class PolicyConfig(Settings):
         description="Make the policy due when users' rewards were below the champion's offline score "
         "interval for this many seconds.",
     )
-
-    @field_validator("temperature")
-    @classmethod
-    def _as_learned(cls, value: float) -> float:
-        if value != 1:
-            raise ValueError(
-                "engine and trainer give log-probabilities at temperature 1, so samples drawn at another one "
-                "would bias the loss while the importance ratio reads 1; leave it at 1"
-            )
-        return value
 
     @model_validator(mode="after")
     def _loss_has_its_settings(self) -> Self:

@@ -137,9 +137,7 @@ def draw(
     config, clock = source.config, monotonic()
     prompts = [source.prompt_ids(problem.asked) for problem in problems]
     seed = int(content_hash([source.line.seed, step, *(["replaces"] if replaces else [])])[:7], 16)
-    sampling = Sampling(
-        config.group_size, config.max_tokens, config.temperature, seed, routed_experts=source.replays
-    )
+    sampling = Sampling(config.group_size, config.max_tokens, seed=seed, routed_experts=source.replays)
     model = served_name(source.policy, sampler.digest) if sampler.digest else source.base_name
     groups = source.sample(model, prompts, sampling)
     return Drawn(sampler, problems, prompts, groups, position, monotonic() - clock)

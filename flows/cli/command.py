@@ -95,7 +95,9 @@ def run(
 ) -> None:
     """Run the main job: adapt and release the policies, then roll back a bad revision."""
     settings = enter(params, base, starting=True)
-    check(settings, [*settings.policies, settings.demo.bad_policy])
+    if not settings.policies:
+        raise ConfigError(f"{settings.source} has no `policies`, so the main job has none to adapt.")
+    check(settings, list(settings.policies))
     from flows import display
 
     began, stages = time.time(), Stages()

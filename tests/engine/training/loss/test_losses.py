@@ -132,7 +132,7 @@ def test_a_policy_carries_its_loss_to_the_trainer():
         ({"loss": "dpo"}, "loss"),
         ({"loss": "importance_sampling", "loss_config": {"clip_low": 0.1}}, "setting clip_low"),
         ({"loss_config": {"clip": 0.1}}, "clip"),
-        ({"temperature": 0.7}, "log-probabilities.*temperature 1"),
+        ({"temperature": 0.7}, "temperature"),
     ],
 )
 def test_a_policy_with_a_loss_that_does_not_fit_is_refused(given, sentence):
