@@ -123,7 +123,7 @@ def _listening(params: Params) -> Iterator[Finding]:
                 if one.status != psutil.CONN_LISTEN or one.laddr.ip in ("127.0.0.1", "::1"):
                     continue
                 listener = params.listener(state.name) if state.url else None
-                if listener and (listener.tls_certificate or listener.behind_proxy):
+                if listener and (listener.tls or listener.network.behind_proxy):
                     continue
                 yield Finding(
                     "listening", f"{state.name} listens on {one.laddr.ip}:{one.laddr.port} without TLS",

@@ -93,7 +93,7 @@ def work_beside(controller: Controller) -> list[PeriodicThread]:
 
 def serve(params: Params) -> None:
     """Run the controller until SIGTERM or SIGINT; raises the error that stopped its loop, if any."""
-    listener = bind(params.controller, "controller")
+    listener = bind(params.listener("controller"), "controller")
     migrate(params.paths.catalog_url)
     # The holder is not the process id: after a kill, the next controller of this state directory renews the
     # lease at once. The ledger's lock and the lease's fence exclude the old process.
@@ -105,13 +105,13 @@ def serve(params: Params) -> None:
     mirror = alias_mirror(controller)
     beside = [mirror, *work_beside(controller)]
     config = uvicorn.Config(
-        trusted(whole_app(controller, mirror), params.controller),
+        trusted(whole_app(controller, mirror), params.listener("controller")),
         log_level="warning",
         # Its loggers are configured with all others.
         log_config=None,
         timeout_graceful_shutdown=1,
         lifespan="off",
-        **server_options(params.controller),
+        **server_options(params.listener("controller")),
     )
     server = uvicorn.Server(config)
     # uvicorn raises the signal that stopped it again; it must not interrupt the shutdown below.

@@ -82,7 +82,8 @@ def every_service(params: Params) -> tuple[Service, ...]:
     paths = params.paths
     # Where its database is stands in its environment: a URL may hold a password.
     mlflow = ("-m", "mlflow", "server", "--serve-artifacts", "--workers", "1",
-              "--artifacts-destination", str(paths.mlartifacts), *mlflow_options(params.mlflow))  # fmt: skip
+              "--artifacts-destination", str(paths.mlartifacts),
+              *mlflow_options(params.listener("mlflow")))  # fmt: skip
     worker = ("-m", "prefect", "worker", "start", "--type", "process", "--pool", params.prefect.work_pool)
     ours = ("--params", str(paths.root / "params.json"))
     base_s = params.engine.start_timeout_s
@@ -101,11 +102,11 @@ def every_service(params: Params) -> tuple[Service, ...]:
 def mlflow_options(listener: Listener) -> tuple[str, ...]:
     """Return the options of MLflow's server on its address, hosts, TLS and login."""
     hosts = ",".join(pattern for name in listener.names for pattern in (name, f"{name}:{listener.port}"))
-    tls = f"--ssl-certfile {listener.tls_certificate} --ssl-keyfile {listener.tls_key}"
+    tls = "--ssl-certfile {} --ssl-keyfile {}"
     return (
         "--host", str(listener.listen), "--port", str(listener.port),
         "--allowed-hosts", hosts, "--app-name", "basic-auth",
-        *(("--uvicorn-opts", tls) if listener.tls_certificate else ()),
+        *(("--uvicorn-opts", tls.format(*listener.tls)) if listener.tls else ()),
     )  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def main() -> None:
     base = ensure_base(params.base, params.paths)
     with open_catalog(params.paths, migrated=True) as catalog:
         catalog.bases.register(base, params.base.text_digest)
-    HostAllowList.names = params.engine.names
+    HostAllowList.names = params.listener("engine").names
     serve(server_arguments(params, path, base, plan), params.log_format)
 
 
@@ -148,7 +148,7 @@ def server_arguments(
     return [
         "--model", str(base.path),
         "--served-model-name", base.name,
-        *listener_arguments(config),
+        *listener_arguments(params.listener("engine")),
         "--dtype", config.dtype_on(cuda=plan is not None),
         "--max-model-len", str(config.max_model_len),
         "--max-num-seqs", str(config.max_num_seqs),
@@ -198,9 +198,9 @@ def threads_of(params: Params) -> int:
 def listener_arguments(listener: Listener) -> list[str]:
     """Return the options for the address and TLS."""
     address = ["--host", str(listener.listen), "--port", str(listener.port)]
-    if listener.tls_certificate is None:
+    if listener.tls is None:
         return address
-    return [*address, "--ssl-certfile", str(listener.tls_certificate), "--ssl-keyfile", str(listener.tls_key)]
+    return [*address, "--ssl-certfile", listener.tls[0], "--ssl-keyfile", listener.tls[1]]
 
 
 def slots(config: EngineConfig, base: "BaseInfo", plan: "MemoryPlan | None") -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from engine.errors import ConfigError
 from engine.settings.model import Fraction, Settings, explain
@@ -27,8 +27,10 @@ from engine.settings.services import (
     GatewayConfig,
     Listener,
     MlflowConfig,
+    NetworkConfig,
     PrefectConfig,
     PricesConfig,
+    ServiceConfig,
     StoreConfig,
     TinkerConfig,
     TrainerConfig,
@@ -130,6 +132,7 @@ class Params(Settings):
         "id of the request.",
     )
     base: BaseConfig = Field(default_factory=BaseConfig)
+    network: NetworkConfig = Field(default_factory=NetworkConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
     prices: PricesConfig = Field(default_factory=PricesConfig)
@@ -166,6 +169,14 @@ class Params(Settings):
             return {**data, "engine": {"max_rank": RECIPES_RANK, **engine}}
         return data
 
+    @field_validator("engine", "trainer", "controller", "mlflow", "prefect", "tinker")
+    @classmethod
+    def _protected(cls, value: ServiceConfig, info: ValidationInfo) -> ServiceConfig:
+        # Without it the network's own fault is reported.
+        if network := info.data.get("network"):
+            value.listener(network).refuse_clear_text()
+        return value
+
     @model_validator(mode="after")
     def _releases_are_valid(self) -> Self:
         for name in self.releases:
@@ -201,8 +212,8 @@ class Params(Settings):
 
     def listener(self, service: str) -> Listener:
         """Return where a service such as `engine` listens."""
-        listener: Listener = getattr(self, service)
-        return listener
+        own: ServiceConfig = getattr(self, service)
+        return own.listener(self.network)
 
 
 @dataclass(frozen=True)

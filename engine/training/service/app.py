@@ -283,9 +283,10 @@ def main() -> None:
     os.environ.update(equal_bits(os.environ))
     # On shared cores the engine's short requests go before long training steps.
     os.nice(NICENESS)
+    here = params.listener("trainer")
     try:
         ranks = join(params)
-        listener = None if ranks and ranks.number else bind(params.trainer, "trainer")
+        listener = None if ranks and ranks.number else bind(here, "trainer")
     except GraftworkError as error:
         parser.exit(error.exit_code, f"{error}\n")
     if ranks and not listener:
@@ -296,8 +297,8 @@ def main() -> None:
     trainer = load_trainer(params, ranks)
     if ranks:
         ranks.lead()
-    app = guarded(make_app(trainer), params.trainer, credential(params.paths, "trainer"))
-    config = uvicorn.Config(app, access_log=False, log_config=None, **server_options(params.trainer))
+    app = guarded(make_app(trainer), here, credential(params.paths, "trainer"))
+    config = uvicorn.Config(app, access_log=False, log_config=None, **server_options(here))
     with suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener] if listener else None)
     trainer.close()
