@@ -81,14 +81,13 @@ class ReleaseForm(Form):
     min_units: int | None = Field(
         None, ge=1, description="Require ratings of this many canary users to promote."
     )
-    max_seconds: float | None = Field(
+    max_s: float | None = Field(
         None, gt=0, description="Hold a canary that has no verdict after this many seconds."
     )
-    approval_hours: float | None = Field(
+    approval_s: float | None = Field(
         None,
         ge=0,
-        le=24 * 30,
-        description="Require an approval before the canary, and hold after this many hours without one. 0: "
+        description="Require an approval before the canary, and hold after this many seconds without one. 0: "
         "no approval.",
     )
     skip_score: Why | None = Field(None, description="Skip the offline score, for this reason.")
@@ -96,10 +95,8 @@ class ReleaseForm(Form):
 
     def settings(self) -> dict[str, Any]:
         """Return the release settings that this form replaces."""
-        given = self.model_dump(include={"weight", "margin", "min_units", "max_seconds"}, exclude_none=True)
-        if self.approval_hours is not None:
-            given["approval_s"] = self.approval_hours * 3600
-        return given
+        names = {"weight", "margin", "min_units", "max_s", "approval_s"}
+        return self.model_dump(include=names, exclude_none=True)
 
     def skip_gates(self) -> dict[str, str]:
         """Return the skipped gates, each with its reason."""
@@ -155,8 +152,8 @@ class NightlyForm(Form):
 class ReportForm(Form):
     """Write the HTML report."""
 
-    since_hours: float | None = Field(
-        None, gt=0, description="Report only this many last hours. Empty: everything."
+    since_s: float | None = Field(
+        None, gt=0, description="Report only this many last seconds. Empty: everything."
     )
 
 
@@ -188,24 +185,21 @@ class CreatePolicyForm(Form):
     again: bool = Field(False, description="Allow a policy name that was purged before.")
     items: int = Field(200, ge=10, le=10_000, description="Freeze at most this many evaluation items.")
     scheduled: bool | None = Field(None, description="Let the nightly flow adapt the policy when it is due.")
-    max_age_hours: float | None = Field(
-        None, gt=0, description="Make it due when its newest revision is older than this many hours."
+    max_age_s: float | None = Field(
+        None, gt=0, description="Make it due when its newest revision is older than this many seconds."
     )
-    drift_after_hours: float | None = Field(
+    drift_after_s: float | None = Field(
         None,
         gt=0,
         description="Make it due when users' rewards were below the champion's offline score interval for "
-        "this many hours.",
+        "this many seconds.",
     )
 
     def settings(self) -> dict[str, Any]:
         """Return the policy settings that this form sets."""
         names = {"system", "few_shot", "steps", "lr", "loss", "rank", "groups", "group_size"}
-        names |= {"max_tokens", "scheduled"}
+        names |= {"max_tokens", "scheduled", "max_age_s", "drift_after_s"}
         given = self.model_dump(mode="json", include=names, exclude_none=True)
-        for name, hours in (("max_age_s", self.max_age_hours), ("drift_after_s", self.drift_after_hours)):
-            if hours:
-                given[name] = hours * 3600
         if self.kl is not None:
             given["loss_config"] = {"kl": self.kl}
         return given

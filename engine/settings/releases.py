@@ -1,8 +1,9 @@
 """Settings of a release: its gates, its guards, and the canary's steps."""
 
 import re
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -17,6 +18,10 @@ GuardName = Literal[
 GUARDS: tuple[GuardName, ...] = get_args(GuardName)
 # The canary's weight while 5% of the units are left on the old champion.
 BAKE_WEIGHT = 0.95
+
+
+# What rows of earlier versions call a setting.
+STORED_NAMES = {"max_seconds": "max_s", "step_seconds": "step_s", "bake_seconds": "bake_s"}
 
 
 class ReleaseConfig(Settings):
@@ -63,9 +68,7 @@ class ReleaseConfig(Settings):
         "baseline's by more than this share of them.",
     )
     min_units: int = Field(20, ge=1, description="Require ratings of this many canary users to promote.")
-    max_seconds: float = Field(
-        600, gt=0, description="Hold a canary that has no verdict after this many seconds."
-    )
+    max_s: float = Field(600, gt=0, description="Hold a canary that has no verdict after this many seconds.")
     score_margin: Fraction = Field(
         0.05,
         description="Hold a revision whose offline score is more than this below its parent's. The default "
@@ -81,13 +84,13 @@ class ReleaseConfig(Settings):
     ramp: tuple[OpenFraction, ...] = Field(
         (), description="Send these shares of users to the canary first, from the smallest, before `weight`."
     )
-    step_seconds: float = Field(
+    step_s: float = Field(
         300,
         gt=0,
         description="End a step of the ramp after this many seconds; before, it ends with `min_units` units. "
         "A step that recent traffic cannot fill is skipped.",
     )
-    bake_seconds: float = Field(
+    bake_s: float = Field(
         0,
         ge=0,
         description="Before the promotion, leave 5% of users on the old champion for this many seconds.",
@@ -108,6 +111,12 @@ class ReleaseConfig(Settings):
         description="Require an approval before the canary, and hold after this many seconds without one. "
         "0: no approval.",
     )
+
+    @classmethod
+    def stored(cls, settings: Mapping[str, Any]) -> Self:
+        """Return the settings in a release's row, also in one that an earlier version wrote."""
+        named = {STORED_NAMES.get(name, name): value for name, value in settings.items()}
+        return cls.model_validate({name: value for name, value in named.items() if name in cls.model_fields})
 
     @property
     def promoting_guards(self) -> tuple[GuardName, ...]:
@@ -138,9 +147,9 @@ class ReleaseConfig(Settings):
     @property
     def weights(self) -> tuple[float, ...]:
         """The canary's weight in each step: the ramp, `weight`, and the bake if there is one."""
-        return (*self.ramp, self.weight, *((BAKE_WEIGHT,) if self.bake_seconds else ()))
+        return (*self.ramp, self.weight, *((BAKE_WEIGHT,) if self.bake_s else ()))
 
     @property
     def longest_s(self) -> float:
         """The most seconds from a release's start to its verdict."""
-        return self.approval_s + self.load_s + self.max_seconds + self.bake_seconds
+        return self.approval_s + self.load_s + self.max_s + self.bake_s

@@ -47,10 +47,10 @@ def release(
         str | None, typer.Option(help="Skip the offline score and record this reason.")
     ] = None,
     skip_canary: Annotated[str | None, typer.Option(help="Skip the canary and record this reason.")] = None,
-    approval_hours: Annotated[
+    approval_s: Annotated[
         float | None,
         typer.Option(
-            help="Wait at most this many hours for an approval before the canary; 0: no approval needed. "
+            help="Wait at most this many seconds for an approval before the canary; 0: no approval needed. "
             "Default: release.approval_s."
         ),
     ] = None,
@@ -75,7 +75,7 @@ def release(
 
     form = filled(
         ReleaseForm, policy=policy, digest=digest, by=by, skip_score=skip_score, skip_canary=skip_canary,
-        approval_hours=approval_hours, if_running=if_running,
+        approval_s=approval_s, if_running=if_running,
     )  # fmt: skip
     print_row(release_row(release_flow(form)))
 

@@ -45,9 +45,9 @@ def create(
     scheduled: Annotated[
         bool | None, typer.Option("--scheduled/--unscheduled", help="Adapted by the nightly flow when due.")
     ] = None,
-    max_age_hours: Annotated[float | None, typer.Option(help="Due when older than this.")] = None,
-    drift_after_hours: Annotated[
-        float | None, typer.Option(help="Due when users' rewards stayed under the score for so long.")
+    max_age_s: Annotated[float | None, typer.Option(help="Due when older than so many seconds.")] = None,
+    drift_after_s: Annotated[
+        float | None, typer.Option(help="Due when users' rewards stayed under the score for so many seconds.")
     ] = None,
     reuse_name: ReuseName = False,
     params: ParamsFile = PARAMS,
@@ -63,8 +63,8 @@ def create(
     form = filled(
         CreatePolicyForm, name=name, owner=owner, base=base, data=data, verifier=verifier, system=system,
         steps=steps, lr=lr, loss=loss, kl=kl, rank=rank, groups=groups, group_size=group_size,
-        max_tokens=max_tokens, items=items, scheduled=scheduled, max_age_hours=max_age_hours,
-        drift_after_hours=drift_after_hours, few_shot=worked,
+        max_tokens=max_tokens, items=items, scheduled=scheduled, max_age_s=max_age_s,
+        drift_after_s=drift_after_s, few_shot=worked,
     )  # fmt: skip
     created = create_policy(
         settings, name, data, verifier, owner, base, form.settings(), items,

@@ -38,7 +38,7 @@ class Killed(BaseException):
 
 @pytest.fixture
 def params(tmp_path: Path) -> Params:
-    settings = ReleaseConfig(min_units=10, max_seconds=60)
+    settings = ReleaseConfig(min_units=10, max_s=60)
     return Params(state_dir=tmp_path / "state", release=settings, controller=ControllerConfig(tick_s=0.05))
 
 
@@ -102,7 +102,7 @@ def run(
         monkeypatch.setattr(flow, "ask_for_approval", numbered(approval.ask_for_approval, countdown, last))
         with suppress(Killed):
             flow.release.fn(
-                ReleaseForm(policy="sorting", digest=NEW, skip_score="It has no suite.", approval_hours=1)
+                ReleaseForm(policy="sorting", digest=NEW, skip_score="It has no suite.", approval_s=3600)
             )
         return next(countdown) - 1
 

@@ -13,7 +13,7 @@ from engine.quality.guards import GuardResult
 from engine.settings.releases import BAKE_WEIGHT, ReleaseConfig
 from tests.helpers.canary_results import judged
 
-SETTINGS = ReleaseConfig(weight=0.2, alpha=0.05, margin=0.1, min_units=20, max_seconds=600, score_margin=0.02)
+SETTINGS = ReleaseConfig(weight=0.2, alpha=0.05, margin=0.1, min_units=20, max_s=600, score_margin=0.02)
 ACCEPTED = {"accepted": True, "reason": "ok"}
 BY = {"by": "me", "reason": "known to be bad"}
 
@@ -176,7 +176,7 @@ def test_a_guard_that_is_not_required_need_not_be_clear_but_each_required_one() 
 
 def ramped(weight: float, **changes: object) -> Release:
     """A release that ramps over 1, 5 and 20% and bakes for 60 s, at this weight."""
-    settings = SETTINGS.model_dump() | {"ramp": (0.01, 0.05), "bake_seconds": 60, "step_seconds": 100}
+    settings = SETTINGS.model_dump() | {"ramp": (0.01, 0.05), "bake_s": 60, "step_s": 100}
     return replace(running_canary(weight=weight, settings=settings), **changes)
 
 

@@ -143,7 +143,7 @@ def test_only_users_with_a_unit_and_only_their_first_reward_count(
 def test_a_ramp_moves_users_step_by_step_and_bakes(controller: Controller, users: Users) -> None:
     moment = 0.0
     controller.reader = EvidenceReader(controller.catalog, lambda: moment)
-    release = start(controller, ramp=[0.05, 0.1], bake_seconds=100)
+    release = start(controller, ramp=[0.05, 0.1], bake_s=100)
     routes, weights = controller.catalog.routes, []
     for pairs in (10, 10, 60, 0):
         controller.tick()

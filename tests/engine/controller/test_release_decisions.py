@@ -221,7 +221,7 @@ def test_a_release_waits_no_longer_than_the_other_may_take(
     client.http = web
     monkeypatch.setattr(release_steps, "controller", lambda _: nullcontext(client))
     monkeypatch.setattr(release_steps, "GATES_S", 0.0)
-    first = controller.decisions.start("sorting", NEW, {"max_seconds": 0.1, "load_s": 0.1}, {}, "me")
+    first = controller.decisions.start("sorting", NEW, {"max_s": 0.1, "load_s": 0.1}, {}, "me")
     form = ReleaseForm(policy="sorting", digest=THIRD, by="ada", if_running="wait")
     with pytest.raises(ServiceError, match=first.id):
         release_steps.start_release(controller.params, form)
