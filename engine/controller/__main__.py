@@ -83,9 +83,8 @@ def work_beside(controller: Controller) -> list[PeriodicThread]:
     ]
     if params.controller.archive:
         place = BackupPlace(params.controller.archive, "The ledger's archive")
-        paths, every_s = params.paths, params.controller.archive_s
-        told = partial(controller.tell, "archive")
-        archiver = Archiver(paths.ledger_snapshot, place, catalog.id, paths.ledger_archive, every_s, told)
+        paths, told = params.paths, partial(controller.tell, "archive")
+        archiver = Archiver(paths.ledger_snapshot, place, catalog.id, paths.ledger_archive, told)
         controller.files.rewritten = archiver.wake
         beside.append(archiver)
     return beside
@@ -99,7 +98,7 @@ def serve(params: Params) -> None:
     # lease at once. The ledger's lock and the lease's fence exclude the old process.
     holder = f"{socket.gethostname()}:{params.paths.root}"
     with open_catalog(params.paths) as catalog:
-        outlast_lease(catalog, holder, params.controller.lease_s)
+        outlast_lease(catalog, holder)
     controller = whole_controller(params, holder)
     controller.catalog.keys.ensure_local(params.paths.local_key)
     mirror = alias_mirror(controller)

@@ -323,11 +323,6 @@ class ControllerConfig(ServiceConfig):
     """The controller: the only writer of routes, releases and ledger."""
 
     port: Port = 8462
-    tick_s: float = Field(0.25, gt=0, le=5, description="Advance releases every this many seconds.")
-    lease_s: float = Field(5, gt=0, description="Hold the lease in the catalog for this many seconds.")
-    snapshot_s: float = Field(
-        2, gt=0, description="Write a new ledger snapshot for readers every this many seconds."
-    )
     observations_days: int | None = Field(
         None,
         ge=1,
@@ -339,9 +334,6 @@ class ControllerConfig(ServiceConfig):
         pattern=r"^([a-z][a-z0-9+.]*://[^?#]+|/.+)$",
         description="Write the ledger's days as Parquet into this directory (an absolute path) or behind "
         "this fsspec URL, such as s3://bucket/prefix. Credentials come from the environment. Empty: nowhere.",
-    )
-    archive_s: float = Field(
-        3600, ge=10, le=86_400, description="Bring the archive up to date every this many seconds."
     )
 
 

@@ -13,14 +13,13 @@ import pytest
 from fastapi.testclient import TestClient
 
 from engine.catalog.catalog import Catalog, migrate
-from engine.controller import ledger_files
+from engine.controller import ledger_files, loop
 from engine.controller.__main__ import whole_controller
 from engine.controller.loop import Controller
 from engine.errors import ServiceError
 from engine.ledger.ledger import open_snapshot
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
-from engine.settings.services import ControllerConfig
 from engine.threads import background
 from tests.helpers.canary_users import Users
 from tests.helpers.live import eventually
@@ -31,12 +30,17 @@ SECRET = os.urandom(600).hex()
 LIMIT_S = 60.0
 
 
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "TICK_S", 0.05)
+    monkeypatch.setattr(loop, "SNAPSHOT_S", 0.1)
+
+
 @pytest.fixture
 def params(tmp_path: Path) -> Params:
     return Params(
         state_dir=tmp_path / "state",
         release=ReleaseConfig(min_units=10),
-        controller=ControllerConfig(tick_s=0.05, snapshot_s=0.1),
     )
 
 
