@@ -40,6 +40,7 @@ from engine.serving.gateway.promised_waits import PromisedWaits
 from engine.serving.gateway.routing import Router
 from engine.serving.gateway.suggesting import Suggester
 from engine.serving.residency.load_metrics import LoadMetrics
+from engine.serving.residency.loads import LOAD_PLACES
 from engine.serving.residency.residency import Residency
 from engine.serving.residency.vllm_engine import VllmEngine
 from engine.serving.vllm_plugin.plugin import vllm_version
@@ -83,7 +84,7 @@ class GraftworkEndpoints:
         Thread(target=catalog.read_ahead, name="graftwork-read-ahead", daemon=True).start()
         tier = open_residency(params, engine, catalog, router, spool)
         count_work(params, router)
-        meter = Meter(usage, params.engine.load_queue, template_tokens(engine_client.get_tokenizer()))
+        meter = Meter(usage, LOAD_PLACES, template_tokens(engine_client.get_tokenizer()))
         name = f"{socket.gethostname()}:{params.engine.port}"
         membership = Membership(catalog, name, params.url("engine"), settings["base"], settings["version"])
         warm = params.paths.warm / f"{params.engine.port}.json"

@@ -208,14 +208,6 @@ class EngineConfig(ServiceConfig):
         description="Run this many cold loads at once. More of them serve a burst sooner and slow warm "
         "requests down. Empty: 6, or 16 for adapters of 1 MiB or more.",
     )
-    load_queue: int = Field(
-        1024, ge=1, description="Answer 429 when this many cold loads are waiting or running."
-    )
-    load_timeout_s: float = Field(
-        60,
-        gt=0,
-        description="Answer 503 when a cold load, with its wait in the queue, takes this many seconds.",
-    )
 
     @property
     def gpu_slots(self) -> int:

@@ -106,7 +106,7 @@ async def test_a_restart_brings_back_the_popular_of_the_last_hour(tmp_path):
     prewarmer.write(rows)
 
     engine = FakeEngine(0)
-    after = residency(engine, host_bytes=20 * MIB, load_queue=6)
+    after = residency(engine, host_bytes=20 * MIB, load_places=6)
     again = Prewarmer(after, router, tmp_path / "warm" / "8460.json")
     running = asyncio.create_task(again.run())
     await settle(lambda: len(after.residents) == 10)
