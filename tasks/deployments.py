@@ -11,6 +11,7 @@ import yaml
 
 from engine.errors import ServiceError
 from engine.security.credentials import known_credential
+from engine.services.lifecycle import WORK_POOL
 from engine.settings.params import Params
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def install(params: Params) -> int:
 
     try:
         with get_client(sync_client=True) as client:
-            _install_pool(client, params.prefect.work_pool)
+            _install_pool(client, WORK_POOL)
             names = [_deploy(params, wanted) for wanted in read_deployments()]
             for automation in (_notification(params), _dead_runs()):
                 _replace(client, automation)
@@ -103,13 +104,13 @@ def _deploy(params: Params, wanted: dict[str, Any]) -> str:
         parameters=wanted.get("parameters"),
         concurrency_limit=ConcurrencyLimitConfig(**limit) if limit else None,
         schedule=Cron(params.nightly.cron, timezone=params.nightly.timezone) if nightly else None,
-        work_pool_name=params.prefect.work_pool,
+        work_pool_name=WORK_POOL,
         work_queue_name=wanted["work_pool"]["work_queue_name"],
     )
     # The worker's process runs in the checkout, where the entry points are.
     deployment.entrypoint = wanted["entrypoint"]
     deployment.storage = LocalStorage(str(ROOT))
-    deployment.apply(work_pool_name=params.prefect.work_pool)
+    deployment.apply(work_pool_name=WORK_POOL)
     return wanted["name"]
 
 

@@ -96,7 +96,7 @@ def free_stuck(params: Params, now: float, started: float | None) -> list[StuckR
     freed: dict[str, StuckRun] = {}
     try:
         with open_prefect(params) as client:
-            patient(_free, client, params.prefect.work_pool, now, started, freed)
+            patient(_free, client, lifecycle.WORK_POOL, now, started, freed)
     except httpx.HTTPError as error:
         raise ServiceError(
             f"Prefect at {params.url('prefect')} did not free the slots of dead runs: {error!r}. "

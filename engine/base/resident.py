@@ -26,6 +26,8 @@ from engine.files import sync
 from engine.problems.procedural import PHRASINGS, TASKS
 from engine.settings.params import BaseConfig, Paths, content_hash
 
+# What a base that is built here is drawn and trained with.
+SEED = 20260513
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # The files to load: no Python, no pickles, no second copy of the weights.
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
@@ -61,12 +63,11 @@ class BuiltBase:
 
     name: str
     recipe: Recipe
-    seed: int
 
     @property
     def directory(self) -> str:
         """The name of its directory."""
-        return f"{self.name}-{recipe_digest(self.recipe, self.seed)[:12]}"
+        return f"{self.name}-{recipe_digest(self.recipe, SEED)[:12]}"
 
     def config(self) -> dict[str, Any]:
         """Return its `config.json` without a build."""
@@ -77,7 +78,7 @@ class BuiltBase:
         # Only a build needs torch.
         from engine.base.build import build
 
-        build(self.recipe, self.seed, directory, progress)
+        build(self.recipe, SEED, directory, progress)
 
 
 def ensure_base(config: BaseConfig, paths: Paths, progress: Progress | None = None) -> BaseInfo:
@@ -107,7 +108,7 @@ def made_path(config: BaseConfig, paths: Paths) -> Path | None:
 
 def _made_here(config: BaseConfig) -> BuiltBase | GgufBase | None:
     if recipe := RECIPES.get(config.name):
-        return BuiltBase(config.name, recipe, config.seed)
+        return BuiltBase(config.name, recipe)
     return GgufBase(config.name, config.revision) if GgufBase.is_named(config.name) else None
 
 

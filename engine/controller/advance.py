@@ -10,7 +10,7 @@ from typing import Any, Literal
 from engine.catalog.records import Release, Route
 from engine.quality.canary import CanaryResult
 from engine.quality.sequential import least_pairs
-from engine.settings.releases import ReleaseConfig
+from engine.settings.releases import LOAD_S, ReleaseConfig
 
 Kind = Literal["wait", "next_gate", "start_canary", "next_step", "promote", "rollback", "hold"]
 # Nobody may skip the effect probe.
@@ -139,10 +139,10 @@ def _language(language: LanguageScore | None, settings: ReleaseConfig, so_far: s
     if language.windows == 0:
         return Action("hold", "Revision and base have no perplexity on general text. Score both first.")
     figures = f"from the base's {language.base:.2f} to {language.revision:.2f}"
-    if language.revision > language.base * (1 + settings.general_margin):
+    if language.revision > language.base * (1 + settings.score_margin):
         return Action(
             "hold",
-            f"The perplexity on general text rose {figures}; {settings.general_margin:.0%} more is allowed.",
+            f"The perplexity on general text rose {figures}; {settings.score_margin:.0%} more is allowed.",
         )
     return Action("next_gate", f"{so_far} The perplexity on general text went {figures}.")
 
@@ -162,7 +162,7 @@ def _canary(release: Release, evidence: Evidence) -> Action:
     settings = ReleaseConfig.stored(release.settings)
     if evidence.frozen:
         return _guard(release, evidence) or Action("wait", "Releases are frozen.")
-    if missing := _missing(settings, evidence):
+    if missing := _missing(evidence):
         return missing
     if "canary" in release.skip_gates:
         return Action("promote", _skipped(release, "canary"))
@@ -178,14 +178,14 @@ def _canary(release: Release, evidence: Evidence) -> Action:
     return _next_step(release, settings, evidence)
 
 
-def _missing(settings: ReleaseConfig, evidence: Evidence) -> Action | None:
-    """Wait until every engine has loaded the revision; then hold, or go on without the others."""
-    if not evidence.without or (evidence.step_s >= settings.load_s and settings.unloaded == "go_on"):
+def _missing(evidence: Evidence) -> Action | None:
+    """Wait until every engine has loaded the revision; hold where one has not."""
+    if not evidence.without:
         return None
-    if evidence.step_s < settings.load_s:
+    if evidence.step_s < LOAD_S:
         return Action("wait")
     named = "; ".join(f"{id}: {why.rstrip('.')}" for id, why in sorted(evidence.without.items()))
-    return Action("hold", f"Not every engine loaded the revision within {settings.load_s:g} s. {named}.")
+    return Action("hold", f"Not every engine loaded the revision within {LOAD_S:g} s. {named}.")
 
 
 def _send(release: Release) -> Action:

@@ -27,6 +27,8 @@ from engine.settings.reproducible import VARIABLE, equal_bits
 from engine.settings.services import Listener
 
 Report = Callable[[str, str], None]
+# The worker's pool in Prefect, as in prefect.yaml.
+WORK_POOL = "graftwork"
 # Prefect's worker, for scheduled runs; `graftwork run` calls its flows directly and needs none.
 WORKER = "worker"
 RESIDENT = ("engine", "trainer", "mlflow", "prefect", "controller", "tinker")
@@ -84,7 +86,7 @@ def every_service(params: Params) -> tuple[Service, ...]:
     mlflow = ("-m", "mlflow", "server", "--serve-artifacts", "--workers", "1",
               "--artifacts-destination", str(paths.mlartifacts),
               *mlflow_options(params.listener("mlflow")))  # fmt: skip
-    worker = ("-m", "prefect", "worker", "start", "--type", "process", "--pool", params.prefect.work_pool)
+    worker = ("-m", "prefect", "worker", "start", "--type", "process", "--pool", WORK_POOL)
     ours = ("--params", str(paths.root / "params.json"))
     base_s = params.engine.start_timeout_s
     return (

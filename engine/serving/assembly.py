@@ -27,6 +27,7 @@ from engine.ledger.sender import open_spool
 from engine.ledger.spool import Spool
 from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.usage_log import UsageLog
+from engine.planning.tiers import host_tier_adapters
 from engine.serving.gateway.call import GatewayState
 from engine.serving.gateway.catalog_rows import rows_to_cache
 from engine.serving.gateway.endpoints import Readiness, attach
@@ -140,7 +141,7 @@ def open_router(params: Params, settings: dict[str, Any]) -> Router:
         open_catalog(params.paths),
         settings["base_name"],
         settings["base"],
-        cached_rows=rows_to_cache(params.engine.host_adapters),
+        cached_rows=rows_to_cache(host_tier_adapters(params.engine)),
         configured=params.base.name,
         key_max_age_s=params.gateway.key_max_age_s,
         suggest=Suggester,

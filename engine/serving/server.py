@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from engine.base.resident import BaseInfo
     from engine.planning.memory import MemoryPlan
 
-# Shortest and longest n-gram for prompt lookup.
-LOOKUP = (2, 4)
 LIBGOMP = "libgomp"
 
 
@@ -165,7 +163,6 @@ def server_arguments(
         *executor_arguments(config, plan),
         "--shutdown-timeout", str(config.shutdown_s),
         *route_arguments(config, base),
-        *speculative_arguments(config, plan),
         *tool_arguments(params.base),
         # The order is the gateway's, which shares the engine out between tenants.
         "--scheduling-policy", "priority",
@@ -251,24 +248,6 @@ def route_arguments(config: EngineConfig, base: "BaseInfo") -> list[str]:
     """Record every token's routed experts on a MoE base, if configured; a request asks for its own."""
     recorded = config.routed_experts and BaseShapes.read(base.path).experts
     return ["--enable-return-routed-experts"] if recorded else []
-
-
-def speculative_arguments(config: EngineConfig, plan: "MemoryPlan | None") -> list[str]:
-    """Return the options for speculative decoding by prompt lookup (vLLM's `ngram` method).
-
-    Raises `ConfigError` on a CPU. There vLLM 0.32.0 verifies drafts wrongly unless sampling is greedy
-    (vLLM issue 55005), and with latent attention the engine crashes at the first draft.
-    """
-    if not config.speculative:
-        return []
-    if plan is None:
-        raise ConfigError(
-            f"engine.speculative is {config.speculative}, but on a CPU vLLM's draft verification samples "
-            "from another distribution than the model's. Set engine.speculative to 0."
-        )
-    lookup = {"prompt_lookup_min": LOOKUP[0], "prompt_lookup_max": LOOKUP[1]}
-    ngram = {"method": "ngram", "num_speculative_tokens": config.speculative, **lookup}
-    return ["--speculative-config", json.dumps(ngram)]
 
 
 def tool_arguments(base: BaseConfig) -> list[str]:

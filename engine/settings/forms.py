@@ -51,9 +51,6 @@ class AdaptForm(Form):
     verifier: Verifier | None = Field(None, description="Reward answers by this verifier.")
     loss: LossName | None = Field(None, description="Minimise this loss, with its settings as configured.")
     seed: int | None = Field(None, ge=0, description="Draw problems and samples from this seed.")
-    no_signal_steps: int | None = Field(
-        None, ge=1, description="Stop after this many steps in a row without a gradient."
-    )
     scored: bool = Field(True, description="Score base and revision on the policy's suite.")
 
     def changes(self) -> dict[str, Any]:

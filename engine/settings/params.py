@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from engine.errors import ConfigError
-from engine.settings.model import Fraction, Settings, explain
+from engine.settings.model import Settings, explain
 from engine.settings.policies import PolicyConfig
 from engine.settings.releases import ReleaseConfig
 from engine.settings.services import (
@@ -57,7 +57,6 @@ class BaseConfig(Settings):
         description="Find tool calls in answers with this parser of vLLM, such as hermes. Empty: requests "
         "with a choice of tools are refused.",
     )
-    seed: int = Field(20260513, ge=0, description="Build a tiny base from this random seed.")
     revision: str | None = Field(
         None,
         pattern=r"^([0-9a-f]{40}|[0-9a-f]{64})$",
@@ -103,11 +102,6 @@ class EvaluateConfig(Settings):
         1,
         ge=1,
         description="Compute this many answers at once. With 1, no answer depends on others in its batch.",
-    )
-    tolerance: Fraction = Field(
-        0.02,
-        description="Accept this difference of a mean score from another machine's. The default is 4 of 200 "
-        "items.",
     )
 
 

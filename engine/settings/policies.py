@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from engine.errors import ConfigError
-from engine.settings.losses import LossConfig, LossName, loss_config
+from engine.settings.losses import LossName, PolicyLossConfig, loss_config
 from engine.settings.model import Settings
 from engine.settings.own_functions import OWN_RULES
 
@@ -51,15 +51,6 @@ class PolicyConfig(Settings):
     )
     steps: int = Field(20, ge=1, description="Train for this many steps.")
     groups: int = Field(16, ge=1, description="Draw this many problems a step.")
-    refills: int = Field(
-        1,
-        ge=0,
-        le=16,
-        description="dapo, cispo: replace groups without spread by up to this many times `groups` problems.",
-    )
-    no_signal_steps: int = Field(
-        3, ge=1, description="Stop the training after this many steps in a row without a gradient."
-    )
     collapse: Literal["ignore", "warn", "stop"] = Field(
         "ignore", description="Warn when the answers seem to collapse, or stop the training there."
     )
@@ -69,7 +60,9 @@ class PolicyConfig(Settings):
         0, ge=0, le=1000, description="Raise the learning rate linearly to `lr` over this many first steps."
     )
     loss: LossName = "dapo"
-    loss_config: LossConfig = Field(default_factory=LossConfig, description="Change settings of the loss.")
+    loss_config: PolicyLossConfig = Field(
+        default_factory=PolicyLossConfig, description="Change settings of the loss."
+    )
     max_tokens: int = Field(24, ge=1, description="End an answer after this many tokens.")
     router_replay: bool = Field(
         False,
@@ -83,9 +76,6 @@ class PolicyConfig(Settings):
     general: bool = Field(
         False,
         description="Also score the perplexity on general text, and hold a revision that loses too much.",
-    )
-    snapshot_ttl_s: float = Field(
-        3600, gt=0, description="Keep the adapter of a training step for this many seconds."
     )
     data_digest: str | None = Field(
         None, description="Record the training file's sha256. Set by `graftwork policy create`."

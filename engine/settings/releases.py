@@ -18,6 +18,8 @@ GuardName = Literal[
 GUARDS: tuple[GuardName, ...] = get_args(GuardName)
 # The canary's weight while 5% of the units are left on the old champion.
 BAKE_WEIGHT = 0.95
+# Seconds until every engine that serves the base has loaded the revision.
+LOAD_S = 60.0
 
 
 # What rows of earlier versions call a setting.
@@ -55,31 +57,13 @@ class ReleaseConfig(Settings):
         description="Without feedback, promote a canary whose rates are at most this much above the "
         "baseline's.",
     )
-    latency_margin: float = Field(
-        0.5,
-        gt=0,
-        description="Roll a canary back whose times at the 90% quantile are above the baseline's by more "
-        "than this share of them.",
-    )
-    cost_margin: float = Field(
-        1,
-        gt=0,
-        description="Roll a canary back whose answers at the 90% quantile are longer or cost more than the "
-        "baseline's by more than this share of them.",
-    )
     min_units: int = Field(20, ge=1, description="Require ratings of this many canary users to promote.")
     max_s: float = Field(600, gt=0, description="Hold a canary that has no verdict after this many seconds.")
     score_margin: Fraction = Field(
         0.05,
-        description="Hold a revision whose offline score is more than this below its parent's. The default "
-        "is three standard errors of 200 paired items.",
-    )
-    general_margin: float = Field(
-        0.05,
-        ge=0,
-        le=1,
-        description="With a policy's `general`: hold a revision whose perplexity on general text is more "
-        "than this share above the base's.",
+        description="Hold a revision whose offline score is more than this below its parent's, or with a "
+        "policy's `general` its perplexity on general text more than this share above the base's. The "
+        "default is three standard errors of 200 paired items.",
     )
     ramp: tuple[OpenFraction, ...] = Field(
         (), description="Send these shares of users to the canary first, from the smallest, before `weight`."
@@ -94,16 +78,6 @@ class ReleaseConfig(Settings):
         0,
         ge=0,
         description="Before the promotion, leave 5% of users on the old champion for this many seconds.",
-    )
-    load_s: float = Field(
-        60,
-        gt=0,
-        description="Wait this many seconds until every engine that serves the base has loaded the revision.",
-    )
-    unloaded: Literal["hold", "go_on"] = Field(
-        "hold",
-        description="After `load_s`, hold the release and name the engines without the revision, or go on: "
-        "they are not ready (/graftwork/ready) until they have it.",
     )
     approval_s: float = Field(
         0,
@@ -152,4 +126,4 @@ class ReleaseConfig(Settings):
     @property
     def longest_s(self) -> float:
         """The most seconds from a release's start to its verdict."""
-        return self.approval_s + self.load_s + self.max_s + self.bake_s
+        return self.approval_s + LOAD_S + self.max_s + self.bake_s

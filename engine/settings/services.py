@@ -188,20 +188,12 @@ class EngineConfig(ServiceConfig):
         description="Record the experts of each token on mixture-of-experts bases, for policies with "
         "router_replay.",
     )
-    speculative: int = Field(
-        0,
-        ge=0,
-        le=16,
-        description="Draft this many tokens from n-grams of the request's text (speculative decoding; GPU "
-        "only). 0: none.",
-    )
     start_timeout_s: float = Field(
         300, gt=0, description="Wait this many seconds for engine and trainer, each, to load the base."
     )
     host_bytes: int | None = Field(
         None, ge=1 << 20, description="Limit the host tier to this many bytes. Empty: half of the memory."
     )
-    host_adapters: int = Field(4096, ge=1, description="Limit the host tier to this many adapters.")
     load_concurrency: int | None = Field(
         None,
         ge=1,
@@ -229,13 +221,6 @@ class GatewayConfig(Settings):
         ge=1,
         description="Answer 503 when the catalog has been unreadable for this many seconds, since the key "
         "may be revoked by now.",
-    )
-    max_samples: int = Field(
-        64,
-        ge=1,
-        le=1 << 14,
-        description="Generate up to this many completions a request: n for each of its prompts. Keys with "
-        "the role score or train may ask for 16,384.",
     )
     shared_prefix_cache: bool = Field(
         False,
@@ -277,14 +262,6 @@ class TrainerConfig(ServiceConfig):
     sessions: int = Field(
         8, ge=1, description="Plan a GPU's memory for this many sessions of rank engine.max_rank."
     )
-    session_bytes: int | None = Field(
-        None,
-        ge=1,
-        description="Limit adapters, gradients and Adam moments of all sessions to this many bytes. Empty: "
-        "the plan's share on a GPU, a quarter of the free memory on a CPU.",
-    )
-    queue: int = Field(256, ge=1, description="Queue up to this many operations of all sessions.")
-    queue_of_session: int = Field(16, ge=1, description="Queue up to this many operations of one session.")
     microbatch_tokens: int | None = Field(
         None,
         ge=64,
@@ -296,9 +273,6 @@ class TrainerConfig(ServiceConfig):
         description="auto: compute small batches of several sessions in one pass where that is faster; "
         "results are equal up to rounding. never: one session after another, with results bit for bit as "
         "alone.",
-    )
-    operation_timeout_s: float = Field(
-        600, gt=0, description="Fail a training run when one operation takes this many seconds."
     )
 
     @property
@@ -377,7 +351,6 @@ class PrefectConfig(ServiceConfig):
     """The Prefect server: flow runs, schedules, automations."""
 
     port: Port = 8464
-    work_pool: str = Field("graftwork", description="Run deployments with the worker of this work pool.")
     notify_url: str | None = Field(
         None, description="Post notifications to this URL. Empty: to the controller, which shows them."
     )

@@ -13,7 +13,7 @@ from _scale_users import Asked, Crowd
 from engine.controller.route_changes import LEASE_S
 
 RATE, STREAMS, LONG = 20.0, 3, 160
-JUDGED = {"weight": 0.5, "min_units": 20, "margin": 0.2, "load_s": 60}
+JUDGED = {"weight": 0.5, "min_units": 20, "margin": 0.2}
 # Canary's answers before the kill.
 BEFORE = 5
 

@@ -100,7 +100,8 @@ def name_of(i: int) -> str:
 
 def residency(engine, events=None, catalog=None, store=None, pinned=frozenset, **settings) -> Residency:
     on_load = (lambda **fields: events.append(fields)) if events is not None else (lambda **fields: None)
-    own = {name: settings.pop(name) for name in ("load_places", "timeout_s") if name in settings}
+    names = {"load_places", "timeout_s", "most_adapters"} & settings.keys()
+    own = {name: settings.pop(name) for name in names}
     catalog, store, config = catalog or FakeCatalog(), store or FakeStore(), EngineConfig(**settings)
     return Residency(engine, catalog, store, config, on_load, pinned, **own)
 

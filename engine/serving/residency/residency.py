@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from engine.catalog.catalog import Catalog, Revision
 from engine.catalog.records import served_name
 from engine.errors import Busy, GraftworkError, ServiceError
-from engine.planning.tiers import host_tier_bytes
+from engine.planning.tiers import host_tier_adapters, host_tier_bytes
 from engine.serving.residency.host_tier_index import (
     AdapterEvent,
     AdapterState,
@@ -113,10 +113,12 @@ class Residency:
         retry_after: RetryAfter = next_place,
         load_places: int = LOAD_PLACES,
         timeout_s: float = LOAD_TIMEOUT_S,
+        most_adapters: int | None = None,
     ):
         """Connect engine, catalog and store.
 
-        `on_load` records a load, `pinned` names adapters that stay, `timeout_s` bounds a load with its wait.
+        `on_load` records a load, `pinned` names adapters that stay, `timeout_s` bounds a load with its wait,
+        `most_adapters` the host tier.
         """
         self.queue = LoadQueue(load_places, config.load_concurrency, retry_after)
         self.states = AdapterStates()
@@ -130,7 +132,8 @@ class Residency:
         # Prewarms and calls to forget; asyncio keeps only weak references to tasks.
         self.tasks: set[asyncio.Task[None]] = set()
         self.metrics = metrics or LoadMetrics(CollectorRegistry())
-        self.tier = HostTierIndex(host_tier_bytes(config), config.host_adapters, on_hit=self.metrics.hits.inc)
+        most_adapters = most_adapters or host_tier_adapters(config)
+        self.tier = HostTierIndex(host_tier_bytes(config), most_adapters, on_hit=self.metrics.hits.inc)
         self.metrics.watch(self.tier, self.queue, self.states)
         self._log = LoadLog(self.metrics, on_load, self.tier)
 

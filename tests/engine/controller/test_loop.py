@@ -345,7 +345,7 @@ def test_the_language_gate_compares_the_windows_of_revision_and_base(
     score(None, "general", "2", 1.0)
     users.spool.rotate()
     for margin, state in ((0.41, "held"), (0.42, "running")):
-        release = controller.decisions.start("sorting", NEW, {"general_margin": margin}, {}, "me")
+        release = controller.decisions.start("sorting", NEW, {"score_margin": margin}, {}, "me")
         controller.tick()
         ended = controller.catalog.releases.get(release.id)
         assert ended.state == state

@@ -359,8 +359,8 @@ async def test_a_full_disk_under_the_log_holds_nobody_up():
         raise OSError(28, "No space left on device")
 
     engine = FakeEngine(0)
-    config = EngineConfig(load_concurrency=1, host_adapters=2)
-    tier = Residency(engine, FakeCatalog(), FakeStore(), config, full)
+    config = EngineConfig(load_concurrency=1)
+    tier = Residency(engine, FakeCatalog(), FakeStore(), config, full, most_adapters=2)
     await asyncio.gather(*(use(tier, revision(i)) for i in range(6)))
     assert len(tier.queue) == 0
     await settle(lambda: engine.held == set(tier.residents) and len(engine.held) <= 2)
@@ -374,7 +374,7 @@ async def test_evictions_wait_while_nobody_knows_who_must_stay():
         return frozenset()
 
     faults, engine = [True], FakeEngine(0)
-    tier = residency(engine, pinned=unreadable, load_concurrency=1, host_adapters=2)
+    tier = residency(engine, pinned=unreadable, load_concurrency=1, most_adapters=2)
     await asyncio.gather(*(use(tier, revision(i)) for i in range(6)))
     assert (len(tier.queue), len(tier.residents)) == (0, 6)
     faults.clear()

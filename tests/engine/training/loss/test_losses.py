@@ -121,7 +121,7 @@ def test_a_policy_carries_its_loss_to_the_trainer():
     given = {"kl": 0.1, "tis": True, "icepop": [0.25, 4.0]}
     chosen = PolicyConfig(task="addition", suite="s", loss="gspo", loss_config=given)
     assert chosen.loss_sent() == given
-    assert loss_config("gspo", chosen.loss_sent()) == chosen.loss_config
+    assert loss_config("gspo", chosen.loss_sent()).sent() == chosen.loss_config.sent()
     assert PolicyConfig(task="a", suite="s", loss="dr_grpo", max_tokens=9).loss_sent() == {"budget": 9}
     assert AdaptForm(policy="sums", loss="gspo").changes() == {"loss": "gspo"}
 
