@@ -44,18 +44,18 @@ class PolicyConfig(Settings):
     few_shot: tuple[FewShotExample, ...] = Field(
         (), description="Put these worked examples before every question."
     )
-    rank: Rank = Field(8, description="Train adapters of this LoRA rank.")
+    rank: Rank = Field(8, description="Train adapters of this LoRA rank, at most engine.max_rank.")
     alpha: float = Field(16, gt=0, description="Scale the adapter's output by alpha / rank.")
     targets: tuple[str, ...] | None = Field(
         None, min_length=1, description="Train LoRA on these projections. Empty: all that the base has."
     )
-    steps: int = Field(20, ge=1, description="Train for this many steps.")
-    groups: int = Field(16, ge=1, description="Draw this many problems a step.")
+    steps: int = Field(20, ge=1, le=100_000, description="Train for this many steps.")
+    groups: int = Field(16, ge=1, le=10_000, description="Draw this many problems a step.")
     collapse: Literal["ignore", "warn", "stop"] = Field(
         "ignore", description="Warn when the answers seem to collapse, or stop the training there."
     )
-    group_size: int = Field(8, ge=2, description="Sample this many answers a problem.")
-    lr: float = Field(2e-3, gt=0, description="Use this learning rate of Adam.")
+    group_size: int = Field(8, ge=2, le=1000, description="Sample this many answers a problem.")
+    lr: float = Field(2e-3, gt=0, le=1, description="Use this learning rate of Adam.")
     warmup_steps: int = Field(
         0, ge=0, le=1000, description="Raise the learning rate linearly to `lr` over this many first steps."
     )
@@ -63,7 +63,7 @@ class PolicyConfig(Settings):
     loss_config: PolicyLossConfig = Field(
         default_factory=PolicyLossConfig, description="Change settings of the loss."
     )
-    max_tokens: int = Field(24, ge=1, description="End an answer after this many tokens.")
+    max_tokens: int = Field(24, ge=1, le=100_000, description="End an answer after this many tokens.")
     router_replay: bool = Field(
         False,
         description="Train each token on the experts that the engine chose. Needs engine.routed_experts.",
