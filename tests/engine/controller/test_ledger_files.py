@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -314,3 +315,23 @@ def test_nothing_is_swept_while_rows_are_removed(
         slow.go_on.set()
         answer.result(LIMIT_S)
     assert soon(params, "SELECT request_id FROM feedback", [("unknown",)])
+
+
+def test_a_copy_that_takes_long_is_made_in_a_tenth_of_the_time(
+    tmp_path: Path, large: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, copies = [0.0], []
+    monkeypatch.setattr(ledger_files, "monotonic", lambda: clock[0])
+    files = ledger_files.LedgerFiles(Params(state_dir=tmp_path).paths, lambda work: None, lambda *_: None)
+
+    def publish() -> None:
+        copies.append(clock[0])
+        clock[0] += 10
+
+    monkeypatch.setattr(files, "publish", publish)
+    changed: Any = SimpleNamespace(is_copied=lambda _: False, size=lambda: 1)
+    for now in (0.0, 10.0, 99.0, 100.0, 120.0):
+        clock[0] = max(clock[0], now)
+        files.refresh(changed)
+        assert eventually(lambda: not files.under_way())
+    assert copies == [0.0, 100.0]
