@@ -59,7 +59,7 @@ def install(params: Params) -> int:
 
     try:
         with get_client(sync_client=True) as client:
-            _install_pool(client, WORK_POOL)
+            _install_pool(client)
             names = [_deploy(params, wanted) for wanted in read_deployments()]
             for automation in (_notification(params), _dead_runs()):
                 _replace(client, automation)
@@ -76,15 +76,16 @@ def read_deployments(root: Path = ROOT) -> list[dict[str, Any]]:
     return list(yaml.safe_load((root / "prefect.yaml").read_text())["deployments"])
 
 
-def _install_pool(client: "SyncPrefectClient", name: str) -> None:
+def _install_pool(client: "SyncPrefectClient") -> None:
     """Create the work pool, or give it the fixed template."""
     from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
     from prefect.exceptions import ObjectAlreadyExists
 
     try:
-        client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=JOB_TEMPLATE))
+        made = WorkPoolCreate(name=WORK_POOL, type="process", base_job_template=JOB_TEMPLATE)
+        client.create_work_pool(made)
     except ObjectAlreadyExists:
-        client.update_work_pool(name, WorkPoolUpdate(base_job_template=JOB_TEMPLATE))
+        client.update_work_pool(WORK_POOL, WorkPoolUpdate(base_job_template=JOB_TEMPLATE))
 
 
 def _deploy(params: Params, wanted: dict[str, Any]) -> str:

@@ -245,7 +245,7 @@ def _runs(params: Params) -> Iterator[Finding]:
         return
     now = time.time()
     with open_prefect(params, TIMEOUT_S) as client:
-        found = stuck_runs(client, lifecycle.WORK_POOL, now, worker_started(params, now))
+        found = stuck_runs(client, now, worker_started(params, now))
     for run in found:
         yield Finding(
             "runs", str(run),

@@ -22,7 +22,6 @@ from engine.report.data import PolicyRow, RevisionRow, SuiteScore
 from engine.report.overview import overview
 from engine.report.why import Chain, Link, moment, why
 from engine.security.credentials import known_credential
-from engine.services.lifecycle import WORK_POOL
 from engine.settings.params import DIGEST12, Params
 from tasks.outcome import age
 from tasks.stuck_runs import KeptOutRuns, kept_out_runs, open_prefect
@@ -89,7 +88,7 @@ def lately_cancelled(params: Params) -> list[KeptOutRuns]:
     """Return whose runs were cancelled for want of a slot; none while Prefect does not answer."""
     try:
         with open_prefect(params, TIMEOUT_S) as client:
-            return kept_out_runs(client, WORK_POOL, time.time())
+            return kept_out_runs(client, time.time())
     except httpx.HTTPError:
         return []
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from engine.catalog.opening import open_catalog
-from engine.services.lifecycle import WORK_POOL
 from engine.settings.params import load_params
 from tasks.stuck_runs import free_stuck, kept_out_runs, open_prefect
 from tests.helpers.live import eventually
@@ -104,7 +103,7 @@ def test_a_run_that_was_claimed_and_never_began_keeps_the_slot_until_it_is_ended
     dead, first = claim()
     assert (first, claim()[1]) == ("PENDING", "CANCELLED")
     with open_prefect(params) as client:
-        told = kept_out_runs(client, WORK_POOL, time.time())
+        told = kept_out_runs(client, time.time())
     assert [(one.deployment, time.time() - one.last_at < 60) for one in told] == [("nightly", True)]
     now = time.time()
     assert [run.id for run in free_stuck(params, now, started=now)] == [dead]
