@@ -18,7 +18,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 subprocess.run(
     [
         sys.executable, "-m", "flows.cli", "policy", "create", "adder", "--data", "examples/sums.jsonl",
-        "--verifier", "python:examples.verifier:judge", "--scheduled", "--max-age-hours", "24",
+        "--verifier", "python:examples.verifier:judge", "--scheduled", "--max-age-s", "86400",
     ],
     check=True,
 )  # fmt: skip

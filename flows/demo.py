@@ -41,8 +41,14 @@ from tasks.release import controller
 
 # Seconds for which users still ask after a verdict, to show which revision answers them then.
 AFTER_S = 3.0
-# The most users that wait for an answer at the same time.
+# The most users that wait for an answer at the same time, and that start a release.
 PATIENT = 64
+MOST_USERS = 4000
+# The bad revision learns another answer format, or on a real base the opposite of its policy's rule.
+WRONG_FORMAT: dict[str, Any] = {"contract": "json", "steps": 12}
+WRONG_RULE: dict[str, Any] = {
+    "verifier": "python:engine.problems.language:not_short_answer", "steps": 4, "lr": 2e-3,
+}  # fmt: skip
 
 
 @flow(name="demo")
@@ -57,8 +63,9 @@ def demo(params: Params, stages: dict[str, float], began: float) -> Outcome:
         print_stage(f"Releasing them: {params.release.weight:.0%} of users on the canary.")
         released = in_parallel(*(partial(release_to_users, params, one, len(adapted)) for one in adapted))
     with clock("bad revision"):
-        print_stage(f"Training a bad revision of {params.demo.bad_policy}: it learns wrong answers.")
-        bad = adapt(bad_form(params))
+        form = bad_form(params)
+        print_stage(f"Training a bad revision of {form.policy}: it learns wrong answers.")
+        bad = adapt(form)
     with clock("rollback"):
         print_stage("Releasing it without the offline score.")
         why = "The main job shows that users' rewards alone roll a bad revision back."
@@ -76,16 +83,15 @@ def demo(params: Params, stages: dict[str, float], began: float) -> Outcome:
 
 
 def bad_form(params: Params) -> AdaptForm:
-    """Return the form that trains a revision towards the wrong answers."""
-    bad = params.demo
-    return AdaptForm(
-        policy=bad.bad_policy,
-        contract=bad.bad_contract,
-        verifier=bad.bad_verifier,
-        steps=bad.bad_steps,
-        lr=bad.bad_lr,
-        scored=False,
-    )
+    """Return the form that trains a revision of the first policy towards the wrong answers."""
+    policy = next(iter(params.policies))
+    wrong = WRONG_FORMAT if is_generated(params, policy) else WRONG_RULE
+    return AdaptForm(policy=policy, scored=False, **wrong)
+
+
+def is_generated(params: Params, policy: str) -> bool:
+    """Return whether a policy's problems are generated, as on a tiny base; else they are language."""
+    return params.policy(policy).verifier == "contract"
 
 
 def release_to_users(
@@ -96,7 +102,9 @@ def release_to_users(
     Returns the ended release's row and the ids of the users' requests.
     """
     hold_others(params, revision)
-    with users(params, revision.policy, params.demo.users_per_second / sharing) as answered:
+    # Two cores answer a few users of a language model a second.
+    per_second = 30 if is_generated(params, revision.policy) else 3
+    with users(params, revision.policy, per_second / sharing) as answered:
         form = ReleaseForm(policy=revision.policy, digest=revision.digest, by="demo", skip_score=skip_score)
         ended = release(form)
         time.sleep(AFTER_S)
@@ -147,7 +155,7 @@ async def come_in(
     with Verifier(config) as verifier:
         async with asking as client:
             following = time.monotonic()
-            for _, (_, problem) in zip(range(params.demo.max_users), problems, strict=False):
+            for _, (_, problem) in zip(range(MOST_USERS), problems, strict=False):
                 if leave.is_set():
                     break
                 await waiting.acquire()

@@ -32,8 +32,12 @@ By = Annotated[str, typer.Option(help="Record this name for the decision.")]
 Reason = Annotated[str, typer.Option(help="Record this reason for the decision.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-
 ReuseName = Annotated[bool, typer.Option("--reuse-name", help="Allow a policy name that was purged before.")]
+
+
+def asked(form: type[Form], name: str, *flags: str, **more: Any) -> Any:
+    """Return the option that fills in a form's field, with the field's sentence; `filled` checks it."""
+    return typer.Option(*flags, help=form.model_fields[name].description, **more)
 
 
 def variables_with(folder: Path) -> dict[str, str]:

@@ -17,7 +17,7 @@ from tasks.steps import write_report
 def report(form: ReportForm) -> Path:
     """Write the report of the ledger as one HTML file; return its path."""
     now = time.time()
-    since = now - form.since_hours * 3600 if form.since_hours else 0.0
+    since = now - form.since_s if form.since_s else 0.0
     return publish_report(since, now, {})
 
 

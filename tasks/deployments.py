@@ -11,6 +11,7 @@ import yaml
 
 from engine.errors import ServiceError
 from engine.security.credentials import known_credential
+from engine.services.lifecycle import WORK_POOL
 from engine.settings.params import Params
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def install(params: Params) -> int:
 
     try:
         with get_client(sync_client=True) as client:
-            _install_pool(client, params.prefect.work_pool)
+            _install_pool(client)
             names = [_deploy(params, wanted) for wanted in read_deployments()]
             for automation in (_notification(params), _dead_runs()):
                 _replace(client, automation)
@@ -75,15 +76,16 @@ def read_deployments(root: Path = ROOT) -> list[dict[str, Any]]:
     return list(yaml.safe_load((root / "prefect.yaml").read_text())["deployments"])
 
 
-def _install_pool(client: "SyncPrefectClient", name: str) -> None:
+def _install_pool(client: "SyncPrefectClient") -> None:
     """Create the work pool, or give it the fixed template."""
     from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
     from prefect.exceptions import ObjectAlreadyExists
 
     try:
-        client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=JOB_TEMPLATE))
+        made = WorkPoolCreate(name=WORK_POOL, type="process", base_job_template=JOB_TEMPLATE)
+        client.create_work_pool(made)
     except ObjectAlreadyExists:
-        client.update_work_pool(name, WorkPoolUpdate(base_job_template=JOB_TEMPLATE))
+        client.update_work_pool(WORK_POOL, WorkPoolUpdate(base_job_template=JOB_TEMPLATE))
 
 
 def _deploy(params: Params, wanted: dict[str, Any]) -> str:
@@ -103,13 +105,13 @@ def _deploy(params: Params, wanted: dict[str, Any]) -> str:
         parameters=wanted.get("parameters"),
         concurrency_limit=ConcurrencyLimitConfig(**limit) if limit else None,
         schedule=Cron(params.nightly.cron, timezone=params.nightly.timezone) if nightly else None,
-        work_pool_name=params.prefect.work_pool,
+        work_pool_name=WORK_POOL,
         work_queue_name=wanted["work_pool"]["work_queue_name"],
     )
     # The worker's process runs in the checkout, where the entry points are.
     deployment.entrypoint = wanted["entrypoint"]
     deployment.storage = LocalStorage(str(ROOT))
-    deployment.apply(work_pool_name=params.prefect.work_pool)
+    deployment.apply(work_pool_name=WORK_POOL)
     return wanted["name"]
 
 

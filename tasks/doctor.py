@@ -123,7 +123,7 @@ def _listening(params: Params) -> Iterator[Finding]:
                 if one.status != psutil.CONN_LISTEN or one.laddr.ip in ("127.0.0.1", "::1"):
                     continue
                 listener = params.listener(state.name) if state.url else None
-                if listener and (listener.tls_certificate or listener.behind_proxy):
+                if listener and (listener.tls or listener.network.behind_proxy):
                     continue
                 yield Finding(
                     "listening", f"{state.name} listens on {one.laddr.ip}:{one.laddr.port} without TLS",
@@ -245,7 +245,7 @@ def _runs(params: Params) -> Iterator[Finding]:
         return
     now = time.time()
     with open_prefect(params, TIMEOUT_S) as client:
-        found = stuck_runs(client, params.prefect.work_pool, now, worker_started(params, now))
+        found = stuck_runs(client, now, worker_started(params, now))
     for run in found:
         yield Finding(
             "runs", str(run),

@@ -23,10 +23,7 @@ def archive_now(params: Params) -> None:
     open_snapshot(paths.ledger_snapshot).close()
     with open_catalog(paths) as catalog:
         place = BackupPlace(address, "The ledger's archive")
-        every_s = params.controller.archive_s
-        Archiver(
-            paths.ledger_snapshot, place, catalog.id, paths.ledger_archive, every_s, lambda _: None
-        ).turn()
+        Archiver(paths.ledger_snapshot, place, catalog.id, paths.ledger_archive, lambda _: None).turn()
 
 
 def archived(params: Params) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def lately_cancelled(params: Params) -> list[KeptOutRuns]:
     """Return whose runs were cancelled for want of a slot; none while Prefect does not answer."""
     try:
         with open_prefect(params, TIMEOUT_S) as client:
-            return kept_out_runs(client, params.prefect.work_pool, time.time())
+            return kept_out_runs(client, time.time())
     except httpx.HTTPError:
         return []
 

@@ -187,10 +187,11 @@ def judge_rollback(params: Params, release: Mapping[str, Any], answered: Sequenc
 
 def _canary_requests(params: Params, release: Mapping[str, Any], answered: Sequence[str]) -> list[float]:
     """Return when the revision's users were admitted, in order (epoch seconds)."""
+    from engine.controller.loop import SNAPSHOT_S
     from engine.ledger.ledger import open_snapshot
 
-    # Events reach the ledger within a second, its snapshot after `controller.snapshot_s`.
-    deadline = time.monotonic() + SETTLE_S + params.controller.snapshot_s
+    # Events reach the ledger within a second, its snapshot after `SNAPSHOT_S`.
+    deadline = time.monotonic() + SETTLE_S + SNAPSHOT_S
     query = """SELECT digest, "at" FROM observations WHERE id IN (SELECT unnest($ids)) ORDER BY "at" """
     while time.monotonic() < deadline:
         with open_snapshot(params.paths.ledger_snapshot) as ledger:

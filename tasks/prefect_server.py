@@ -23,7 +23,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--params", required=True, type=Path, help="resolved settings (YAML or JSON)")
-    listener = load_params(parser.parse_args().params).prefect
+    listener = load_params(parser.parse_args().params).listener("prefect")
     widen_pool()
     # As `prefect server start` runs it.
     api = get_current_settings().server.api

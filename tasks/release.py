@@ -54,7 +54,7 @@ def other_release(client: ControllerClient, policy: str, digest: str) -> dict[st
 
 def longest_s(release: dict[str, Any]) -> float:
     """Return the most seconds from a release's start to its verdict."""
-    return ReleaseConfig.model_validate(release["settings"]).longest_s + GATES_S
+    return ReleaseConfig.stored(release["settings"]).longest_s + GATES_S
 
 
 def newest_revision(params: Params, policy: str) -> str:

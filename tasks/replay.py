@@ -50,10 +50,10 @@ def replay(params: Params, subject: str, alpha: float | None, margin: float | No
     if release.canary_started_at is None:
         raise NotFound(f"Release {release.id} had no canary: it ended at its step {release.step!r}.")
     given = {name: value for name, value in (("alpha", alpha), ("margin", margin)) if value is not None}
-    settings = ReleaseConfig.model_validate(release.settings | given)
+    settings = ReleaseConfig.stored(release.settings | given)
     reader = CanaryReader(release, settings)
     # Its steps of weight are what they were, so that the verdict is due at any time.
-    last = settings.model_copy(update={"ramp": (), "weight": release.weight, "bake_seconds": 0.0})
+    last = settings.model_copy(update={"ramp": (), "weight": release.weight, "bake_s": 0.0})
     row = replace(release, state="running", step="canary", settings=last.model_dump(mode="json"))
     route = Route(release.policy, release.baseline, None, release.revision, release.weight)
     seconds, verdict, reason = 0.0, "hold", "The ledger has no answers of the canary."

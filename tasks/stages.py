@@ -26,7 +26,7 @@ from engine.serving.vllm_plugin.plugin import vllm_version
 from engine.settings.params import DIGEST12, Params, content_hash
 from engine.settings.policies import PolicyConfig
 from engine.settings.reproducible import VARIABLE
-from engine.settings.services import Listener
+from engine.settings.services import ServiceConfig
 from tasks.stage_files import (
     Files,
     Report,
@@ -82,7 +82,7 @@ def prepare_suites(params: Params) -> None:
     if config.task not in TASKS:
         config = _copy_data(config, suite, files)
     trained = {"policy": name, "config": config.model_dump(mode="json"), "base": params.base.name}
-    trained |= {"trainer": params.trainer.model_dump(mode="json", exclude={*Listener.model_fields})}
+    trained |= {"trainer": params.trainer.model_dump(mode="json", exclude={*ServiceConfig.model_fields})}
     write_json(files.policy / "policy.json", trained | {"reasoning_gym": version("reasoning-gym")})
     write_json(files.engine, engine_version(params))
 
@@ -92,7 +92,7 @@ def engine_version(params: Params) -> dict[str, Any]:
     from engine.publishing.importing import serving_dtype
 
     versions = {name: version(name) for name in ("graftwork", "torch", "transformers")}
-    settings = params.engine.model_dump(mode="json", exclude={*Listener.model_fields, "start_timeout_s"})
+    settings = params.engine.model_dump(mode="json", exclude={*ServiceConfig.model_fields, "start_timeout_s"})
     settings["dtype"] = serving_dtype(params)
     versions |= {"vllm": vllm_version()}
     return {"settings": settings, "versions": versions, "environment": {VARIABLE: mkl_cbwr()}}

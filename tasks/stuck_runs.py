@@ -96,7 +96,7 @@ def free_stuck(params: Params, now: float, started: float | None) -> list[StuckR
     freed: dict[str, StuckRun] = {}
     try:
         with open_prefect(params) as client:
-            patient(_free, client, params.prefect.work_pool, now, started, freed)
+            patient(_free, client, now, started, freed)
     except httpx.HTTPError as error:
         raise ServiceError(
             f"Prefect at {params.url('prefect')} did not free the slots of dead runs: {error!r}. "
@@ -105,18 +105,18 @@ def free_stuck(params: Params, now: float, started: float | None) -> list[StuckR
     return list(freed.values())
 
 
-def stuck_runs(client: httpx.Client, pool: str, now: float, started: float | None) -> list[StuckRun]:
+def stuck_runs(client: httpx.Client, now: float, started: float | None) -> list[StuckRun]:
     """Return the pool's runs that were claimed and will never begin, the oldest first.
 
     `started` is when the pool's worker started, if that is known: what was claimed before is dead. Raises
     `httpx.HTTPError`.
     """
-    known = _deployments(client, pool)
+    known = _deployments(client)
     runs = _runs(client, list(known), {"state": {"type": {"any_": HOLDING}}}, "EXPECTED_START_TIME_ASC")
     claimed = {run["id"]: _epoch(run["state"]["timestamp"]) for run in runs if run["state_type"] == "PENDING"}
     if not claimed:
         return []
-    alive = _has_worker(client, pool)
+    alive = _has_worker(client)
     dead = {id: why for id, at in claimed.items() if (why := _why_dead(at, now, started, alive=alive))}
     busy = {run["deployment_id"] for run in runs if run["id"] not in dead}
     return [
@@ -130,12 +130,12 @@ def stuck_runs(client: httpx.Client, pool: str, now: float, started: float | Non
     ]
 
 
-def kept_out_runs(client: httpx.Client, pool: str, now: float) -> list[KeptOutRuns]:
+def kept_out_runs(client: httpx.Client, now: float) -> list[KeptOutRuns]:
     """Return the pool's deployments with runs that were lately cancelled for want of a slot.
 
     Counts among the newest 200 cancelled runs. Raises `httpx.HTTPError`.
     """
-    known = {id: one for id, one in _deployments(client, pool).items() if one["global_concurrency_limit"]}
+    known = {id: one for id, one in _deployments(client).items() if one["global_concurrency_limit"]}
     after = datetime.fromtimestamp(now - CANCELLED_DAYS * DAY_S, UTC).isoformat()
     wanted = {"state": {"type": {"any_": ["CANCELLED"]}}, "end_time": {"after_": after}}
     times: dict[str, list[float]] = {}
@@ -147,11 +147,9 @@ def kept_out_runs(client: httpx.Client, pool: str, now: float) -> list[KeptOutRu
     return [KeptOutRuns(name, len(at), max(at)) for name, at in sorted(times.items())]
 
 
-def _free(
-    client: httpx.Client, pool: str, now: float, started: float | None, freed: dict[str, StuckRun]
-) -> None:
+def _free(client: httpx.Client, now: float, started: float | None, freed: dict[str, StuckRun]) -> None:
     """End the stuck runs and add them to `freed` by their ids, also those before a failure."""
-    for run in stuck_runs(client, pool, now, started):
+    for run in stuck_runs(client, now, started):
         if _crash(client, run):
             freed[run.id] = run
 
@@ -172,9 +170,9 @@ def _why_dead(since: float, now: float, started: float | None, *, alive: bool) -
     return "no process takes so long to start" if now - since > START_S else ""
 
 
-def _deployments(client: httpx.Client, pool: str) -> dict[str, dict[str, Any]]:
+def _deployments(client: httpx.Client) -> dict[str, dict[str, Any]]:
     """Return the pool's deployments by id."""
-    body = {"work_pools": {"name": {"any_": [pool]}}, "limit": PAGE}
+    body = {"work_pools": {"name": {"any_": [lifecycle.WORK_POOL]}}, "limit": PAGE}
     return {one["id"]: one for one in _ask(client, "/api/deployments/filter", body)}
 
 
@@ -189,9 +187,9 @@ def _runs(
     return list(_ask(client, "/api/flow_runs/filter", body))
 
 
-def _has_worker(client: httpx.Client, pool: str) -> bool:
+def _has_worker(client: httpx.Client) -> bool:
     """Return whether Prefect has lately heard a worker of the pool."""
-    workers = _ask(client, f"/api/work_pools/{pool}/workers/filter", {"limit": PAGE})
+    workers = _ask(client, f"/api/work_pools/{lifecycle.WORK_POOL}/workers/filter", {"limit": PAGE})
     return any(one["status"] == "ONLINE" for one in workers)
 
 

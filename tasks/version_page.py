@@ -51,10 +51,12 @@ def update(params: Params, policy: str, digest: str, since: float = 0.0) -> None
 
 def _await_snapshot(params: Params, since: float) -> None:
     """Wait until the snapshot is newer than `since` plus two ticks, at most two of its periods."""
-    snapshot, controller = params.paths.ledger_snapshot, params.controller
-    deadline = time.monotonic() + 2 * (controller.tick_s + controller.snapshot_s)
+    from engine.controller.loop import SNAPSHOT_S, TICK_S
+
+    snapshot = params.paths.ledger_snapshot
+    deadline = time.monotonic() + 2 * (TICK_S + SNAPSHOT_S)
     while time.monotonic() < deadline:
-        if snapshot.is_file() and snapshot.stat().st_mtime > since + 2 * controller.tick_s:
+        if snapshot.is_file() and snapshot.stat().st_mtime > since + 2 * TICK_S:
             return
         time.sleep(0.1)
 

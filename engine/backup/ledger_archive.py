@@ -27,6 +27,7 @@ from engine.ledger.ledger import open_snapshot
 from engine.threads import PeriodicThread
 
 MANIFEST, FORMAT = "manifest.json", 1
+EVERY_S = 3600.0
 # How long a turn waits for another process's.
 LOCK_S = 600.0
 Contents = dict[str, dict[str, Any]]
@@ -120,7 +121,7 @@ def _parquet(ledger: duckdb.DuckDBPyConnection, name: str) -> bytes:
 
 
 class Archiver(PeriodicThread):
-    """Archives every `every_s` seconds, keeps the last result in `state`, and tells each error."""
+    """Archives every hour, keeps the last result in `state`, and tells each error."""
 
     def __init__(
         self,
@@ -128,10 +129,9 @@ class Archiver(PeriodicThread):
         place: BackupPlace,
         owner: str,
         state: Path,
-        every_s: float,
         told: Callable[[str | None], None],
     ):
-        super().__init__("ledger archive", every_s, self.turn)
+        super().__init__("ledger archive", EVERY_S, self.turn)
         self._snapshot, self._place, self._owner = snapshot, place, owner
         self._state, self._told = state, told
 

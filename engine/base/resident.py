@@ -97,7 +97,7 @@ def _made_here(config: BaseConfig) -> MadeBase | None:
     if config.name in TOYS:
         from engine.base.toys.toy_base import ToyBase
 
-        return ToyBase(config.name, config.seed)
+        return ToyBase(config.name)
     return GgufBase(config.name, config.revision) if GgufBase.is_named(config.name) else None
 
 

@@ -83,9 +83,8 @@ def work_beside(controller: Controller) -> list[PeriodicThread]:
     ]
     if params.controller.archive:
         place = BackupPlace(params.controller.archive, "The ledger's archive")
-        paths, every_s = params.paths, params.controller.archive_s
-        told = partial(controller.tell, "archive")
-        archiver = Archiver(paths.ledger_snapshot, place, catalog.id, paths.ledger_archive, every_s, told)
+        paths, told = params.paths, partial(controller.tell, "archive")
+        archiver = Archiver(paths.ledger_snapshot, place, catalog.id, paths.ledger_archive, told)
         controller.files.rewritten = archiver.wake
         beside.append(archiver)
     return beside
@@ -93,25 +92,25 @@ def work_beside(controller: Controller) -> list[PeriodicThread]:
 
 def serve(params: Params) -> None:
     """Run the controller until SIGTERM or SIGINT; raises the error that stopped its loop, if any."""
-    listener = bind(params.controller, "controller")
+    listener = bind(params.listener("controller"), "controller")
     migrate(params.paths.catalog_url)
     # The holder is not the process id: after a kill, the next controller of this state directory renews the
     # lease at once. The ledger's lock and the lease's fence exclude the old process.
     holder = f"{socket.gethostname()}:{params.paths.root}"
     with open_catalog(params.paths) as catalog:
-        outlast_lease(catalog, holder, params.controller.lease_s)
+        outlast_lease(catalog, holder)
     controller = whole_controller(params, holder)
     controller.catalog.keys.ensure_local(params.paths.local_key)
     mirror = alias_mirror(controller)
     beside = [mirror, *work_beside(controller)]
     config = uvicorn.Config(
-        trusted(whole_app(controller, mirror), params.controller),
+        trusted(whole_app(controller, mirror), params.listener("controller")),
         log_level="warning",
         # Its loggers are configured with all others.
         log_config=None,
         timeout_graceful_shutdown=1,
         lifespan="off",
-        **server_options(params.controller),
+        **server_options(params.listener("controller")),
     )
     server = uvicorn.Server(config)
     # uvicorn raises the signal that stopped it again; it must not interrupt the shutdown below.

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from engine.catalog.records import Release, Route
 from engine.quality.canary import CanaryResult
 from engine.quality.sequential import least_pairs
-from engine.settings.releases import ReleaseConfig
+from engine.settings.releases import LOAD_S, ReleaseConfig
 
 Kind = Literal["wait", "next_gate", "start_canary", "next_step", "promote", "rollback", "hold"]
 # Nobody may skip the effect probe.
@@ -114,7 +114,7 @@ def _probe(release: Release, evidence: Evidence) -> Action:
 
 
 def _score(release: Release, evidence: Evidence) -> Action:
-    settings = ReleaseConfig.model_validate(release.settings)
+    settings = ReleaseConfig.stored(release.settings)
     if "score" in release.skip_gates:
         return Action("next_gate", _skipped(release, "score"))
     score = evidence.score
@@ -139,16 +139,16 @@ def _language(language: LanguageScore | None, settings: ReleaseConfig, so_far: s
     if language.windows == 0:
         return Action("hold", "Revision and base have no perplexity on general text. Score both first.")
     figures = f"from the base's {language.base:.2f} to {language.revision:.2f}"
-    if language.revision > language.base * (1 + settings.general_margin):
+    if language.revision > language.base * (1 + settings.score_margin):
         return Action(
             "hold",
-            f"The perplexity on general text rose {figures}; {settings.general_margin:.0%} more is allowed.",
+            f"The perplexity on general text rose {figures}; {settings.score_margin:.0%} more is allowed.",
         )
     return Action("next_gate", f"{so_far} The perplexity on general text went {figures}.")
 
 
 def _approval(release: Release, evidence: Evidence) -> Action:
-    wanted_s = ReleaseConfig.model_validate(release.settings).approval_s
+    wanted_s = ReleaseConfig.stored(release.settings).approval_s
     if not wanted_s:
         return Action("next_gate", release.reason)
     if release.approved:
@@ -159,10 +159,10 @@ def _approval(release: Release, evidence: Evidence) -> Action:
 
 
 def _canary(release: Release, evidence: Evidence) -> Action:
-    settings = ReleaseConfig.model_validate(release.settings)
+    settings = ReleaseConfig.stored(release.settings)
     if evidence.frozen:
         return _guard(release, evidence) or Action("wait", "Releases are frozen.")
-    if missing := _missing(settings, evidence):
+    if missing := _missing(evidence):
         return missing
     if "canary" in release.skip_gates:
         return Action("promote", _skipped(release, "canary"))
@@ -178,14 +178,14 @@ def _canary(release: Release, evidence: Evidence) -> Action:
     return _next_step(release, settings, evidence)
 
 
-def _missing(settings: ReleaseConfig, evidence: Evidence) -> Action | None:
-    """Wait until every engine has loaded the revision; then hold, or go on without the others."""
-    if not evidence.without or (evidence.step_s >= settings.load_s and settings.unloaded == "go_on"):
+def _missing(evidence: Evidence) -> Action | None:
+    """Wait until every engine has loaded the revision; hold where one has not."""
+    if not evidence.without:
         return None
-    if evidence.step_s < settings.load_s:
+    if evidence.step_s < LOAD_S:
         return Action("wait")
     named = "; ".join(f"{id}: {why.rstrip('.')}" for id, why in sorted(evidence.without.items()))
-    return Action("hold", f"Not every engine loaded the revision within {settings.load_s:g} s. {named}.")
+    return Action("hold", f"Not every engine loaded the revision within {LOAD_S:g} s. {named}.")
 
 
 def _send(release: Release) -> Action:
@@ -200,14 +200,14 @@ def _refuse_canary(settings: ReleaseConfig, evidence: Evidence) -> Action | None
         return None
     name = "margin" if settings.feedback == "reward" else "rate_margin"
     needed = least_pairs(settings.alpha, getattr(settings, name))
-    reached = evidence.units_per_s * settings.weight * settings.max_seconds
+    reached = evidence.units_per_s * settings.weight * settings.max_s
     if needed <= reached:
         return None
     return Action(
         "hold",
         f"The {name} {getattr(settings, name):g} cannot be met: even if no two users ever differ it takes "
         f"{needed:g} canary units, and {evidence.units_per_s:.2g} units a second give {reached:.0f} within "
-        f"{settings.max_seconds:g} s. Widen `release.{name}`, `release.weight` or `release.max_seconds`.",
+        f"{settings.max_s:g} s. Widen `release.{name}`, `release.weight` or `release.max_s`.",
     )
 
 
@@ -215,11 +215,11 @@ def _skip_steps(release: Release, settings: ReleaseConfig, evidence: Evidence) -
     """Return the jump over the steps that recent traffic cannot fill in time, or None."""
     if evidence.units_per_s is None:
         return None
-    enough = settings.min_units / (settings.step_seconds * evidence.units_per_s)
+    enough = settings.min_units / (settings.step_s * evidence.units_per_s)
     weight = next((one for one in settings.weights if one >= min(enough, settings.weight)), settings.weight)
     if weight <= release.weight:
         return None
-    why = f"{evidence.units_per_s:.2g} units a second do not fill them within {settings.step_seconds:g} s"
+    why = f"{evidence.units_per_s:.2g} units a second do not fill them within {settings.step_s:g} s"
     return Action("next_step", f"Steps below {weight:.0%} are skipped: {why}.", weight)
 
 
@@ -238,12 +238,12 @@ def _next_step(release: Release, settings: ReleaseConfig, evidence: Evidence) ->
     said = " ".join(guard.sentence() for guard in canary.required) + f" {canary.feedback.sentence()}"
     following = next((weight for weight in settings.weights if weight > release.weight), None)
     if release.weight > settings.weight:
-        is_baked = evidence.weight_s >= settings.bake_seconds
-        baked = f"The canary did no harm in {settings.bake_seconds:g} s at {release.weight:.0%}. {said}"
+        is_baked = evidence.weight_s >= settings.bake_s
+        baked = f"The canary did no harm in {settings.bake_s:g} s at {release.weight:.0%}. {said}"
         return Action("promote", baked) if is_baked else Action("wait")
     if release.weight < settings.weight and following:
         is_full = canary.step_units >= settings.min_units
-        if is_full or evidence.weight_s >= settings.step_seconds:
+        if is_full or evidence.weight_s >= settings.step_s:
             why = f"{canary.step_units} units at {release.weight:.0%} within {evidence.weight_s:.0f} s"
             return Action(
                 "next_step", f"{following:.0%} of the units go to the canary after {why}.", following
@@ -254,8 +254,8 @@ def _next_step(release: Release, settings: ReleaseConfig, evidence: Evidence) ->
                 "next_step", f"The canary is clear; {1 - following:.0%} stay behind. {said}", following
             )
         return Action("promote", f"The canary is within its margins or better. {said}")
-    if evidence.step_s >= settings.max_seconds:
-        return Action("hold", f"No verdict within {settings.max_seconds:g} s. {said}")
+    if evidence.step_s >= settings.max_s:
+        return Action("hold", f"No verdict within {settings.max_s:g} s. {said}")
     return Action("wait")
 
 

@@ -27,7 +27,7 @@ from engine.controller.apply import Applier, OnEnd
 from engine.controller.evidence import EvidenceReader
 from engine.controller.ledger_files import LedgerFiles
 from engine.controller.release_decisions import ReleaseDecisions
-from engine.controller.route_changes import LEASE, take_lease
+from engine.controller.route_changes import LEASE, LEASE_S, take_lease
 from engine.errors import Conflict, ServiceError
 from engine.ledger.ledger import Ledger, Spool
 from engine.settings.params import Params
@@ -37,6 +37,8 @@ from engine.work_metrics import WorkMetrics
 # Other threads wait this long for the loop: a few turns, also slow ones.
 TURNS_S = 60.0
 STALLED_S = 5.0
+# How often releases advance, and how often a changed ledger is copied for its readers.
+TICK_S, SNAPSHOT_S = 0.25, 2.0
 T = TypeVar("T")
 log = logging.getLogger("graftwork.controller")
 
@@ -100,7 +102,7 @@ class Controller:
         self.reader = reader(self.catalog)
         self.chores = chores
         self._holder = holder
-        self._fence = take_lease(self.catalog, holder, params.controller.lease_s)
+        self._fence = take_lease(self.catalog, holder, LEASE_S)
         self._stopped = threading.Event()
         # When each part runs next (monotonic); what is not in it runs in the next turn.
         self.due: dict[str, float] = {}
@@ -116,7 +118,7 @@ class Controller:
             started = time.monotonic()
             with acting("controller"):
                 self.tick()
-            self._stopped.wait(max(0.0, self.params.controller.tick_s - (time.monotonic() - started)))
+            self._stopped.wait(max(0.0, TICK_S - (time.monotonic() - started)))
 
     def stop(self) -> None:
         """Make `run` return after its current turn."""
@@ -138,13 +140,13 @@ class Controller:
         """Run every part that is due. A part that fails raises an alarm and does not stop the others."""
         with self.metrics.tick.time():
             # Not on every turn: each commit makes the gateways read the catalog.
-            self._part("lease", self._renew_lease, self.params.controller.lease_s / 3)
+            self._part("lease", self._renew_lease, LEASE_S / 3)
             self._part("ingest", self._ingest)
             self._part("requests", self.requests.run_waiting)
             self._part("releases", self._look_at_releases)
             for chore in self.chores:
                 self._part(chore.name, partial(chore.do, self), chore.every_s)
-            self._part("snapshot", self._snapshot, self.params.controller.snapshot_s)
+            self._part("snapshot", self._snapshot, SNAPSHOT_S)
         self.last_tick = time.monotonic()
 
     def tell(self, part: str, fault: str | None) -> None:
@@ -158,7 +160,7 @@ class Controller:
 
     def is_stalled(self) -> bool:
         """Return whether the last turn ended too long ago."""
-        return time.monotonic() - self.last_tick > max(STALLED_S, 4 * self.params.controller.tick_s)
+        return time.monotonic() - self.last_tick > STALLED_S
 
     def _part(self, name: str, work: Callable[[], object], every_s: float = 0.0) -> None:
         if time.monotonic() < self.due.get(name, 0.0):
@@ -181,7 +183,7 @@ class Controller:
             self.faults[name] = str(error)
 
     def _renew_lease(self) -> None:
-        if not self.catalog.leases.renew(LEASE, self._holder, self._fence, self.params.controller.lease_s):
+        if not self.catalog.leases.renew(LEASE, self._holder, self._fence, LEASE_S):
             raise _LeaseLost("Another controller has taken the lease of this catalog. This one stops.")
 
     def _ingest(self) -> None:

@@ -25,7 +25,7 @@ from engine.version import code_version
 if TYPE_CHECKING:
     from engine.ledger.ledger import Ledger
 
-LEASE = "controller"
+LEASE, LEASE_S = "controller", 5.0
 # Prefix of lease holders that are not controllers, and how often one polls for another's lease.
 ALONE = "alone:"
 POLL_S = 0.1
@@ -157,7 +157,7 @@ def controller_serves(catalog: Catalog) -> bool:
     return lease is not None and lease.until > time.time() and not lease.holder.startswith(ALONE)
 
 
-def take_lease(catalog: Catalog, holder: str, lease_s: float) -> int:
+def take_lease(catalog: Catalog, holder: str, lease_s: float = LEASE_S) -> int:
     """Take the lease for changing routes and return its fence; `Conflict` while another process holds it."""
     fence = catalog.leases.acquire(LEASE, holder, lease_s)
     if fence is None:
@@ -169,7 +169,7 @@ def take_lease(catalog: Catalog, holder: str, lease_s: float) -> int:
     return fence
 
 
-def outlast_lease(catalog: Catalog, holder: str, lease_s: float) -> None:
+def outlast_lease(catalog: Catalog, holder: str, lease_s: float = LEASE_S) -> None:
     """Wait until the lease of a controller elsewhere that has crashed has expired, at most `lease_s` seconds.
 
     One that lives renews it, so that `take_lease` then fails.
@@ -183,12 +183,12 @@ def outlast_lease(catalog: Catalog, holder: str, lease_s: float) -> None:
 
 
 @contextmanager
-def alone(params: Params, catalog: Catalog) -> Iterator[RouteChanges]:
+def alone(params: Params, catalog: Catalog, lease_s: float = LEASE_S) -> Iterator[RouteChanges]:
     """Give the route writer where no controller runs; the block holds the controller's lease.
 
     Waits up to `lease_s` for another such process. Raises as `take_lease`.
     """
-    holder, lease_s = f"{ALONE}{socket.gethostname()}:{os.getpid()}:{uuid.uuid4()}", params.controller.lease_s
+    holder = f"{ALONE}{socket.gethostname()}:{os.getpid()}:{uuid.uuid4()}"
     fence = _lease_in_turn(catalog, holder, lease_s)
     keeper = PeriodicThread("lease", lease_s / 3, lambda: catalog.leases.renew(LEASE, holder, fence, lease_s))
     keeper.start()

@@ -19,7 +19,7 @@ class CanaryReader:
     def __init__(self, release: Release, settings: ReleaseConfig | None = None):
         self._steps: dict[int, float] = {}
         self._follow(release)
-        settings = settings or ReleaseConfig.model_validate(release.settings)
+        settings = settings or ReleaseConfig.stored(release.settings)
         self.judge = CanaryJudge(settings, self._steps, release.baseline is None)
         self._counts = FeedbackCounts()
         self._answers_until = -1

@@ -235,7 +235,7 @@ def create(path: Path) -> None:
 
 
 def open_snapshot(path: Path) -> duckdb.DuckDBPyConnection:
-    """Open the readers' copy, at most the controller's `snapshot_s` old; `NotFound` when there is none."""
+    """Open the readers' copy, some seconds old; `NotFound` when there is none."""
     if not path.is_file():
         raise NotFound(f"There is no ledger snapshot at {path} yet. A running controller writes it.")
     return duckdb.connect(str(path), read_only=True)

@@ -123,8 +123,7 @@ def plan(
     return MemoryPlan(
         available=available,
         trainer_base=there * parts["engine_base"],
-        trainer_adapters=there
-        * (trainer.session_bytes or adapter_bytes(shape, engine.max_rank, trainer.sessions)),
+        trainer_adapters=there * adapter_bytes(shape, engine.max_rank, trainer.sessions),
         trainer_activations=there
         * training_bytes(
             shape,

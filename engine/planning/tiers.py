@@ -16,6 +16,8 @@ from engine.settings.services import MOST_SLOTS, EngineConfig
 
 # Of the memory. The kernel may take pages of the host tier back: adapters of a MiB or more are mapped files.
 SLOT_SHARE, HOST_SHARE = 0.25, 0.5
+# Adapters of the host tier, or more where `host_bytes` holds more small ones.
+HOST_ADAPTERS, SMALL_ADAPTER = 4096, 1 << 16
 # So many for each sequence: an adapter whose requests come and go finds its slot again.
 SLOTS_A_SEQUENCE = 4
 # What Linux lets a container use (cgroup v2).
@@ -41,6 +43,11 @@ def cpu_slots(engine: EngineConfig, shapes: BaseShapes) -> int:
 def host_tier_bytes(engine: EngineConfig) -> int:
     """Return the budget of the host tier: as set, or a share of the memory."""
     return engine.host_bytes or int(HOST_SHARE * memory_bytes())
+
+
+def host_tier_adapters(engine: EngineConfig) -> int:
+    """Return the most adapters of the host tier, whose rows the gateway keeps too."""
+    return max(HOST_ADAPTERS, (engine.host_bytes or 0) // SMALL_ADAPTER)
 
 
 def slot_rank(rank: int, fused_experts: bool = False) -> int:

@@ -16,6 +16,8 @@ from engine.settings.releases import GuardName, ReleaseConfig
 SERVER_ERROR = 500
 # Segments with figures of their own; further ones are put together.
 MOST_SEGMENTS, OTHER_SEGMENTS = 20, "(others)"
+# Harm is a quantile above the baseline's by more than this share: of times, and of lengths and costs.
+LATENCY_MARGIN, COST_MARGIN = 0.5, 1.0
 # The outcomes of an answer that are faults.
 FAULTS: tuple[GuardName, ...] = ("invalid", "refused", "truncated")
 
@@ -136,7 +138,7 @@ class CanaryJudge:
         settings, required = self._settings, self._settings.feedback == "none"
         if name in RATIOS:
             share /= len(settings.weights)
-            margin = settings.latency_margin if name in ("ttft", "token_time") else settings.cost_margin
+            margin = LATENCY_MARGIN if name in ("ttft", "token_time") else COST_MARGIN
             return QuantileGuard(name, required, share, margin, not self._is_against_base)
         return RateGuard(name, required, self._weights, settings.alpha, share, settings.rate_margin)
 

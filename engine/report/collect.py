@@ -191,7 +191,7 @@ def _result(ledger: duckdb.DuckDBPyConnection, catalog: Catalog, release: Releas
         baseline=release.baseline,
         state=release.state,
         reason=release.reason,
-        margin=ReleaseConfig.model_validate(release.settings).margin,
+        margin=ReleaseConfig.stored(release.settings).margin,
         base_score=suite_score(ledger, policy.base, release.policy, suite, None),
         score=suite_score(ledger, policy.base, release.policy, suite, release.revision),
         skipped=tuple((gate, f"{by['by']}: {by['reason']}") for gate, by in release.skip_gates.items()),

@@ -215,10 +215,9 @@ def guarded(app: ASGIApp, listener: Listener, key: str) -> ASGIApp:
 
 def server_options(listener: Listener) -> dict[str, Any]:
     """Return the address and TLS options of `uvicorn.Config`, and the limits of a connection."""
-    tls = {"ssl_certfile": listener.tls_certificate, "ssl_keyfile": listener.tls_key}
     return {
         "host": str(listener.listen),
         "port": listener.port,
         "http": LimitedProtocol,
-        **({name: str(path) for name, path in tls.items()} if listener.tls_certificate else {}),
+        **dict(zip(("ssl_certfile", "ssl_keyfile"), listener.tls or (), strict=False)),
     }

@@ -28,6 +28,8 @@ from engine.settings.reproducible import VARIABLE, equal_bits
 from engine.settings.services import Listener
 
 Report = Callable[[str, str], None]
+# The worker's pool in Prefect, as in prefect.yaml.
+WORK_POOL = "graftwork"
 # Prefect's worker, for scheduled runs; `graftwork run` calls its flows directly and needs none.
 WORKER = "worker"
 RESIDENT = ("engine", "trainer", "mlflow", "prefect", "controller", "tinker")
@@ -62,7 +64,7 @@ class State:
 
 def settings_hash(params: Params) -> str:
     """Return a hash of the settings that services read at start, without those that flow runs read anew."""
-    return content_hash(params.model_dump(mode="json", exclude={"policies", "demo", "nightly", "evaluate"}))
+    return content_hash(params.model_dump(mode="json", exclude={"policies", "nightly", "evaluate"}))
 
 
 def services(params: Params) -> tuple[Service, ...]:
@@ -83,8 +85,9 @@ def every_service(params: Params) -> tuple[Service, ...]:
     paths = params.paths
     # Where its database is stands in its environment: a URL may hold a password.
     mlflow = ("-m", "mlflow", "server", "--serve-artifacts", "--workers", "1",
-              "--artifacts-destination", str(paths.mlartifacts), *mlflow_options(params.mlflow))  # fmt: skip
-    worker = ("-m", "prefect", "worker", "start", "--type", "process", "--pool", params.prefect.work_pool)
+              "--artifacts-destination", str(paths.mlartifacts),
+              *mlflow_options(params.listener("mlflow")))  # fmt: skip
+    worker = ("-m", "prefect", "worker", "start", "--type", "process", "--pool", WORK_POOL)
     ours = ("--params", str(paths.root / "params.json"))
     base_s = params.engine.start_timeout_s
     return (
@@ -102,11 +105,11 @@ def every_service(params: Params) -> tuple[Service, ...]:
 def mlflow_options(listener: Listener) -> tuple[str, ...]:
     """Return the options of MLflow's server on its address, hosts, TLS and login."""
     hosts = ",".join(pattern for name in listener.names for pattern in (name, f"{name}:{listener.port}"))
-    tls = f"--ssl-certfile {listener.tls_certificate} --ssl-keyfile {listener.tls_key}"
+    tls = "--ssl-certfile {} --ssl-keyfile {}"
     return (
         "--host", str(listener.listen), "--port", str(listener.port),
         "--allowed-hosts", hosts, "--app-name", "basic-auth",
-        *(("--uvicorn-opts", tls) if listener.tls_certificate else ()),
+        *(("--uvicorn-opts", tls.format(*listener.tls)) if listener.tls else ()),
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def own_environments(params: Params, names: Collection[str]) -> dict[str, dict[s
     if "mlflow" in names:
         found["mlflow"] = _mlflow(params)
     if "prefect" in names:
-        found["prefect"] = _prefect(paths, params.prefect)
+        found["prefect"] = _prefect(paths, params.listener("prefect"))
     if "worker" in names:
         found["worker"] = logins(paths)
     return found

@@ -27,6 +27,7 @@ from engine.ledger.sender import open_spool
 from engine.ledger.spool import Spool
 from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.usage_log import UsageLog
+from engine.planning.tiers import host_tier_adapters
 from engine.serving.gateway.call import GatewayState
 from engine.serving.gateway.catalog_rows import rows_to_cache
 from engine.serving.gateway.endpoints import Readiness, attach
@@ -38,6 +39,7 @@ from engine.serving.gateway.promised_waits import PromisedWaits
 from engine.serving.gateway.routing import Router
 from engine.serving.gateway.suggesting import Suggester
 from engine.serving.residency.load_metrics import LoadMetrics
+from engine.serving.residency.loads import LOAD_PLACES
 from engine.serving.residency.residency import Residency
 from engine.serving.residency.vllm_engine import VllmEngine
 from engine.serving.vllm_plugin.leaving import end_requests_first
@@ -82,7 +84,7 @@ class GraftworkEndpoints:
         Thread(target=catalog.read_ahead, name="graftwork-read-ahead", daemon=True).start()
         tier = open_residency(params, engine, catalog, router, spool)
         count_work(params, router)
-        meter = Meter(usage, params.engine.load_queue, template_tokens(engine_client.get_tokenizer()))
+        meter = Meter(usage, LOAD_PLACES, template_tokens(engine_client.get_tokenizer()))
         name = f"{socket.gethostname()}:{params.engine.port}"
         membership = Membership(catalog, name, params.url("engine"), settings["base"], settings["version"])
         upkeep = HostTierUpkeep(tier, router, membership.tell)
@@ -137,7 +139,7 @@ def open_router(params: Params, settings: dict[str, Any]) -> Router:
         open_catalog(params.paths),
         settings["base_name"],
         settings["base"],
-        cached_rows=rows_to_cache(params.engine.host_adapters),
+        cached_rows=rows_to_cache(host_tier_adapters(params.engine)),
         configured=params.base.name,
         key_max_age_s=params.gateway.key_max_age_s,
         suggest=Suggester,

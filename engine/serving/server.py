@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from engine.base.resident import BaseInfo
     from engine.planning.memory import MemoryPlan
 
-# Shortest and longest n-gram for prompt lookup.
-LOOKUP = (2, 4)
 LIBGOMP = "libgomp"
 
 
@@ -60,7 +58,7 @@ def main() -> None:
     base = ensure_base(params.base, params.paths)
     with open_catalog(params.paths, migrated=True) as catalog:
         catalog.bases.register(base, params.base.text_digest)
-    HostAllowList.names = params.engine.names
+    HostAllowList.names = params.listener("engine").names
     serve(server_arguments(params, path, base, plan), params.log_format)
 
 
@@ -145,7 +143,7 @@ def server_arguments(
     return [
         "--model", str(base.path),
         "--served-model-name", base.name,
-        *listener_arguments(config),
+        *listener_arguments(params.listener("engine")),
         "--dtype", config.dtype_on(cuda=plan is not None),
         "--max-model-len", str(config.max_model_len),
         "--max-num-seqs", str(config.max_num_seqs),
@@ -162,7 +160,6 @@ def server_arguments(
         *executor_arguments(config, plan),
         "--shutdown-timeout", str(config.shutdown_s),
         *route_arguments(config, base),
-        *speculative_arguments(config, plan),
         *tool_arguments(params.base),
         # The order is the gateway's, which shares the engine out between tenants.
         "--scheduling-policy", "priority",
@@ -195,9 +192,9 @@ def threads_of(params: Params) -> int:
 def listener_arguments(listener: Listener) -> list[str]:
     """Return the options for the address and TLS."""
     address = ["--host", str(listener.listen), "--port", str(listener.port)]
-    if listener.tls_certificate is None:
+    if listener.tls is None:
         return address
-    return [*address, "--ssl-certfile", str(listener.tls_certificate), "--ssl-keyfile", str(listener.tls_key)]
+    return [*address, "--ssl-certfile", listener.tls[0], "--ssl-keyfile", listener.tls[1]]
 
 
 def slots(config: EngineConfig, base: "BaseInfo", plan: "MemoryPlan | None") -> int:
@@ -248,24 +245,6 @@ def route_arguments(config: EngineConfig, base: "BaseInfo") -> list[str]:
     """Record every token's routed experts on a MoE base, if configured; a request asks for its own."""
     recorded = config.routed_experts and BaseShapes.read(base.path).experts
     return ["--enable-return-routed-experts"] if recorded else []
-
-
-def speculative_arguments(config: EngineConfig, plan: "MemoryPlan | None") -> list[str]:
-    """Return the options for speculative decoding by prompt lookup (vLLM's `ngram` method).
-
-    Raises `ConfigError` on a CPU. There vLLM 0.32.0 verifies drafts wrongly unless sampling is greedy
-    (vLLM issue 55005), and with latent attention the engine crashes at the first draft.
-    """
-    if not config.speculative:
-        return []
-    if plan is None:
-        raise ConfigError(
-            f"engine.speculative is {config.speculative}, but on a CPU vLLM's draft verification samples "
-            "from another distribution than the model's. Set engine.speculative to 0."
-        )
-    lookup = {"prompt_lookup_min": LOOKUP[0], "prompt_lookup_max": LOOKUP[1]}
-    ngram = {"method": "ngram", "num_speculative_tokens": config.speculative, **lookup}
-    return ["--speculative-config", json.dumps(ngram)]
 
 
 def tool_arguments(base: BaseConfig) -> list[str]:

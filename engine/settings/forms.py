@@ -8,11 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from engine.settings.losses import LossName
-from engine.settings.model import Fraction, OpenFraction, Settings
+from engine.settings.losses import PolicyLossConfig
+from engine.settings.model import Settings, configured
 from engine.settings.own_functions import OWN_RULES
 from engine.settings.params import PolicyName
-from engine.settings.policies import Contract, FewShotExample, Rank, Verifier
+from engine.settings.policies import Contract, FewShotExample, PolicyConfig, Rank
+from engine.settings.releases import ReleaseConfig
 
 # What to do while another release of the policy runs.
 IfRunning = Literal["refuse", "wait", "replace"]
@@ -44,16 +45,13 @@ class AdaptForm(Form):
     """Train a policy on the resident base, then export, register, verify and score a revision."""
 
     policy: PolicyName = Field(description="Train this policy.")
-    steps: int | None = Field(None, ge=1, le=100_000, description="Train for this many steps.")
-    lr: float | None = Field(None, gt=0, le=1, description="Use this learning rate of Adam.")
-    rank: Rank | None = Field(None, description="Train an adapter of this LoRA rank.")
-    contract: Contract | None = Field(None, description="Reward answers in this format.")
-    verifier: Verifier | None = Field(None, description="Reward answers by this verifier.")
-    loss: LossName | None = Field(None, description="Minimise this loss, with its settings as configured.")
-    seed: int | None = Field(None, ge=0, description="Draw problems and samples from this seed.")
-    no_signal_steps: int | None = Field(
-        None, ge=1, description="Stop after this many steps in a row without a gradient."
-    )
+    steps: int | None = configured(PolicyConfig, "steps")
+    lr: float | None = configured(PolicyConfig, "lr")
+    rank: Rank | None = configured(PolicyConfig, "rank")
+    contract: Contract | None = configured(PolicyConfig, "contract")
+    verifier: str | None = configured(PolicyConfig, "verifier")
+    loss: str | None = configured(PolicyConfig, "loss")
+    seed: int | None = configured(PolicyConfig, "seed")
     scored: bool = Field(True, description="Score base and revision on the policy's suite.")
 
     def changes(self) -> dict[str, Any]:
@@ -74,32 +72,17 @@ class ReleaseForm(Form):
         description="While another release of the policy runs: refuse, wait for its verdict, or replace it. "
         "A replaced release is held.",
     )
-    weight: OpenFraction | None = Field(None, description="Send this share of users to the canary.")
-    margin: Fraction | None = Field(
-        None, description="Promote a canary whose mean reward is at most this much below the baseline's."
-    )
-    min_units: int | None = Field(
-        None, ge=1, description="Require ratings of this many canary users to promote."
-    )
-    max_seconds: float | None = Field(
-        None, gt=0, description="Hold a canary that has no verdict after this many seconds."
-    )
-    approval_hours: float | None = Field(
-        None,
-        ge=0,
-        le=24 * 30,
-        description="Require an approval before the canary, and hold after this many hours without one. 0: "
-        "no approval.",
-    )
+    weight: float | None = configured(ReleaseConfig, "weight")
+    margin: float | None = configured(ReleaseConfig, "margin")
+    min_units: int | None = configured(ReleaseConfig, "min_units")
+    max_s: float | None = configured(ReleaseConfig, "max_s")
+    approval_s: float | None = configured(ReleaseConfig, "approval_s")
     skip_score: Why | None = Field(None, description="Skip the offline score, for this reason.")
     skip_canary: Why | None = Field(None, description="Skip the canary, for this reason.")
 
     def settings(self) -> dict[str, Any]:
         """Return the release settings that this form replaces."""
-        given = self.model_dump(include={"weight", "margin", "min_units", "max_seconds"}, exclude_none=True)
-        if self.approval_hours is not None:
-            given["approval_s"] = self.approval_hours * 3600
-        return given
+        return self.model_dump(include={*ReleaseConfig.model_fields}, exclude_none=True)
 
     def skip_gates(self) -> dict[str, str]:
         """Return the skipped gates, each with its reason."""
@@ -155,8 +138,8 @@ class NightlyForm(Form):
 class ReportForm(Form):
     """Write the HTML report."""
 
-    since_hours: float | None = Field(
-        None, gt=0, description="Report only this many last hours. Empty: everything."
+    since_s: float | None = Field(
+        None, gt=0, description="Report only this many last seconds. Empty: everything."
     )
 
 
@@ -171,41 +154,26 @@ class CreatePolicyForm(Form):
         "CSV, Parquet or a saved dataset."
     )
     verifier: OwnVerifier
-    system: str | None = Field(None, description="Put this system prompt before every question.")
-    few_shot: tuple[FewShotExample, ...] | None = Field(
-        None, description="Put these worked examples before every question."
-    )
-    steps: int | None = Field(None, ge=1, le=100_000, description="Train for this many steps.")
-    lr: float | None = Field(None, gt=0, le=1, description="Train with this learning rate.")
-    loss: LossName | None = Field(None, description="Train with this loss.")
-    kl: float | None = Field(None, ge=0, description="Add this times the KL divergence to the base.")
-    rank: Rank | None = Field(None, description="Train an adapter of this rank.")
-    groups: int | None = Field(None, ge=1, le=10_000, description="Sample this many problems a step.")
-    group_size: int | None = Field(None, ge=2, le=1000, description="Sample this many answers a problem.")
-    max_tokens: int | None = Field(
-        None, ge=1, le=100_000, description="End an answer after this many tokens."
-    )
+    system: str | None = configured(PolicyConfig, "system")
+    few_shot: tuple[FewShotExample, ...] | None = configured(PolicyConfig, "few_shot")
+    steps: int | None = configured(PolicyConfig, "steps")
+    lr: float | None = configured(PolicyConfig, "lr")
+    loss: str | None = configured(PolicyConfig, "loss")
+    kl: float | None = configured(PolicyLossConfig, "kl")
+    rank: Rank | None = configured(PolicyConfig, "rank")
+    groups: int | None = configured(PolicyConfig, "groups")
+    group_size: int | None = configured(PolicyConfig, "group_size")
+    max_tokens: int | None = configured(PolicyConfig, "max_tokens")
     again: bool = Field(False, description="Allow a policy name that was purged before.")
     items: int = Field(200, ge=10, le=10_000, description="Freeze at most this many evaluation items.")
-    scheduled: bool | None = Field(None, description="Let the nightly flow adapt the policy when it is due.")
-    max_age_hours: float | None = Field(
-        None, gt=0, description="Make it due when its newest revision is older than this many hours."
-    )
-    drift_after_hours: float | None = Field(
-        None,
-        gt=0,
-        description="Make it due when users' rewards were below the champion's offline score interval for "
-        "this many hours.",
-    )
+    scheduled: bool | None = configured(PolicyConfig, "scheduled")
+    max_age_s: float | None = configured(PolicyConfig, "max_age_s")
+    drift_after_s: float | None = configured(PolicyConfig, "drift_after_s")
 
     def settings(self) -> dict[str, Any]:
         """Return the policy settings that this form sets."""
-        names = {"system", "few_shot", "steps", "lr", "loss", "rank", "groups", "group_size"}
-        names |= {"max_tokens", "scheduled"}
+        names = {*PolicyConfig.model_fields} - {"owner", "verifier"}
         given = self.model_dump(mode="json", include=names, exclude_none=True)
-        for name, hours in (("max_age_s", self.max_age_hours), ("drift_after_s", self.drift_after_hours)):
-            if hours:
-                given[name] = hours * 3600
         if self.kl is not None:
             given["loss_config"] = {"kl": self.kl}
         return given

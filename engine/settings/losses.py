@@ -41,8 +41,8 @@ SUMMED = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 CORRECTIONS = ("tis", "geometric", "icepop", "outlier")
 
 
-class LossConfig(Settings):
-    """Settings of a loss. An empty one has the value of the loss's paper.
+class PolicyLossConfig(Settings):
+    """Settings of a policy's loss. An empty one has the value of the loss's paper.
 
     The corrections `tis`, `geometric`, `icepop` and `outlier` are off, on with their paper's value, or on
     with the given one. Their ratio is the trainer's probability of a token over the sampler's.
@@ -50,12 +50,6 @@ class LossConfig(Settings):
 
     clip_low: float | None = Field(None, ge=0, le=1, description="Clip the ratio below 1 - this.")
     clip_high: float | None = Field(None, ge=0, description="Clip the ratio above 1 + this.")
-    budget: int | None = Field(
-        None, ge=1, description="Divide an answer's sum by this many tokens (dr_grpo). Empty: max_tokens."
-    )
-    beta: float | None = Field(
-        None, gt=0, description="Hold the policy to the base (dpo) or the sampler (dro) with this strength."
-    )
     options: dict[str, Any] | None = Field(
         None, description="Pass these options to a python:MODULE:FUNC loss."
     )
@@ -87,8 +81,19 @@ class LossConfig(Settings):
         """Return all settings of `loss`, with its paper's values for those that are not given."""
         if loss.startswith("python:"):
             return dict(self.options or {})
-        given = {name: getattr(self, name) for name in LOSS_SETTINGS[loss]}
+        given = {name: getattr(self, name, None) for name in LOSS_SETTINGS[loss]}
         return LOSS_SETTINGS[loss] | {name: value for name, value in given.items() if value is not None}
+
+
+class LossConfig(PolicyLossConfig):
+    """Settings of a loss as the trainer takes them, from a policy or another client."""
+
+    budget: int | None = Field(
+        None, ge=1, description="Divide an answer's sum by this many tokens (dr_grpo)."
+    )
+    beta: float | None = Field(
+        None, gt=0, description="Hold the policy to the base (dpo) or the sampler (dro) with this strength."
+    )
 
 
 def loss_config(loss: str, given: Mapping[str, Any]) -> LossConfig:

@@ -3,6 +3,7 @@
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from engine.settings.own_functions import OWN
@@ -31,6 +32,14 @@ class Settings(BaseModel):
 
     # A command's start-up does not wait for the validators of settings that it never reads.
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), defer_build=True)
+
+
+def configured(model: type[Settings], name: str) -> Any:
+    """Return a form's field that replaces a setting: with its sentence and bounds, empty "as configured"."""
+    setting = model.model_fields[name]
+    field = FieldInfo.from_field(None, description=setting.description)
+    field.metadata = list(setting.metadata)
+    return field
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from engine.errors import ConfigError
-from engine.settings.model import Fraction, Settings, explain
-from engine.settings.policies import Contract, PolicyConfig, Verifier
+from engine.settings.model import Settings, explain
+from engine.settings.policies import PolicyConfig
 from engine.settings.releases import ReleaseConfig
 from engine.settings.services import (
     CatalogConfig,
@@ -27,8 +27,10 @@ from engine.settings.services import (
     GatewayConfig,
     Listener,
     MlflowConfig,
+    NetworkConfig,
     PrefectConfig,
     PricesConfig,
+    ServiceConfig,
     StoreConfig,
     TinkerConfig,
     TrainerConfig,
@@ -55,7 +57,6 @@ class BaseConfig(Settings):
         description="Find tool calls in answers with this parser of vLLM, such as hermes. Empty: requests "
         "with a choice of tools are refused.",
     )
-    seed: int = Field(20260513, ge=0, description="Build a tiny base from this random seed.")
     revision: str | None = Field(
         None,
         pattern=r"^([0-9a-f]{40}|[0-9a-f]{64})$",
@@ -67,22 +68,6 @@ class BaseConfig(Settings):
         pattern=r"^[0-9a-f]{12,64}$",
         description="Accept the base's tokenizer, chat template and generation defaults with this digest, "
         "which differ from those that its revisions were trained with.",
-    )
-
-
-class DemoConfig(Settings):
-    """The main job's simulated users and its bad revision."""
-
-    users_per_second: float = Field(30, gt=0, description="Start this many simulated users a second.")
-    max_users: int = Field(4000, ge=1, description="Start at most this many users a release.")
-    bad_policy: PolicyName = Field("arithmetic", description="Train the bad revision of this policy.")
-    bad_contract: Contract = Field("json", description="Train it towards this wrong answer format.")
-    bad_verifier: Verifier | None = Field(
-        None, description="Train it towards the rule of this verifier. Empty: the policy's verifier."
-    )
-    bad_steps: int = Field(12, ge=1, description="Train it for this many steps.")
-    bad_lr: float | None = Field(
-        None, gt=0, description="Train it with this learning rate. Empty: the policy's."
     )
 
 
@@ -118,11 +103,6 @@ class EvaluateConfig(Settings):
         ge=1,
         description="Compute this many answers at once. With 1, no answer depends on others in its batch.",
     )
-    tolerance: Fraction = Field(
-        0.02,
-        description="Accept this difference of a mean score from another machine's. The default is 4 of 200 "
-        "items.",
-    )
 
 
 class Params(Settings):
@@ -146,6 +126,7 @@ class Params(Settings):
         "id of the request.",
     )
     base: BaseConfig = Field(default_factory=BaseConfig)
+    network: NetworkConfig = Field(default_factory=NetworkConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
     prices: PricesConfig = Field(default_factory=PricesConfig)
@@ -166,7 +147,6 @@ class Params(Settings):
     releases: dict[PolicyName, dict[str, Any]] = Field(
         default_factory=dict, description="Settings of `release` that differ for a policy, by its name."
     )
-    demo: DemoConfig = Field(default_factory=DemoConfig)
     nightly: NightlyConfig = Field(default_factory=NightlyConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
 
@@ -182,6 +162,14 @@ class Params(Settings):
         if isinstance(tinker, dict) and isinstance(engine, dict) and tinker.get("enabled") is True:
             return {**data, "engine": {"max_rank": RECIPES_RANK, **engine}}
         return data
+
+    @field_validator("engine", "trainer", "controller", "mlflow", "prefect", "tinker")
+    @classmethod
+    def _protected(cls, value: ServiceConfig, info: ValidationInfo) -> ServiceConfig:
+        # Without it the network's own fault is reported.
+        if network := info.data.get("network"):
+            value.listener(network).refuse_clear_text()
+        return value
 
     @model_validator(mode="after")
     def _releases_are_valid(self) -> Self:
@@ -218,8 +206,8 @@ class Params(Settings):
 
     def listener(self, service: str) -> Listener:
         """Return where a service such as `engine` listens."""
-        listener: Listener = getattr(self, service)
-        return listener
+        own: ServiceConfig = getattr(self, service)
+        return own.listener(self.network)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from engine.errors import ConfigError
-from engine.settings.losses import LossConfig, LossName, loss_config
+from engine.settings.losses import LossName, PolicyLossConfig, loss_config
 from engine.settings.model import Settings
 from engine.settings.own_functions import OWN_RULES
 
@@ -44,36 +44,26 @@ class PolicyConfig(Settings):
     few_shot: tuple[FewShotExample, ...] = Field(
         (), description="Put these worked examples before every question."
     )
-    rank: Rank = Field(8, description="Train adapters of this LoRA rank.")
+    rank: Rank = Field(8, description="Train adapters of this LoRA rank, at most engine.max_rank.")
     alpha: float = Field(16, gt=0, description="Scale the adapter's output by alpha / rank.")
     targets: tuple[str, ...] | None = Field(
         None, min_length=1, description="Train LoRA on these projections. Empty: all that the base has."
     )
-    steps: int = Field(20, ge=1, description="Train for this many steps.")
-    groups: int = Field(16, ge=1, description="Draw this many problems a step.")
-    refills: int = Field(
-        1,
-        ge=0,
-        le=16,
-        description="dapo, cispo: replace groups without spread by up to this many times `groups` problems.",
-    )
-    no_signal_steps: int = Field(
-        3, ge=1, description="Stop the training after this many steps in a row without a gradient."
-    )
+    steps: int = Field(20, ge=1, le=100_000, description="Train for this many steps.")
+    groups: int = Field(16, ge=1, le=10_000, description="Draw this many problems a step.")
     collapse: Literal["ignore", "warn", "stop"] = Field(
         "ignore", description="Warn when the answers seem to collapse, or stop the training there."
     )
-    group_size: int = Field(8, ge=2, description="Sample this many answers a problem.")
-    lr: float = Field(2e-3, gt=0, description="Use this learning rate of Adam.")
+    group_size: int = Field(8, ge=2, le=1000, description="Sample this many answers a problem.")
+    lr: float = Field(2e-3, gt=0, le=1, description="Use this learning rate of Adam.")
     warmup_steps: int = Field(
         0, ge=0, le=1000, description="Raise the learning rate linearly to `lr` over this many first steps."
     )
     loss: LossName = "dapo"
-    loss_config: LossConfig = Field(default_factory=LossConfig, description="Change settings of the loss.")
-    max_tokens: int = Field(24, ge=1, description="End an answer after this many tokens.")
-    temperature: float = Field(
-        1.0, gt=0, description="Sample at this temperature. Only 1 is accepted: the loss assumes it."
+    loss_config: PolicyLossConfig = Field(
+        default_factory=PolicyLossConfig, description="Change settings of the loss."
     )
+    max_tokens: int = Field(24, ge=1, le=100_000, description="End an answer after this many tokens.")
     router_replay: bool = Field(
         False,
         description="Train each token on the experts that the engine chose. Needs engine.routed_experts.",
@@ -86,9 +76,6 @@ class PolicyConfig(Settings):
     general: bool = Field(
         False,
         description="Also score the perplexity on general text, and hold a revision that loses too much.",
-    )
-    snapshot_ttl_s: float = Field(
-        3600, gt=0, description="Keep the adapter of a training step for this many seconds."
     )
     data_digest: str | None = Field(
         None, description="Record the training file's sha256. Set by `graftwork policy create`."
@@ -105,16 +92,6 @@ class PolicyConfig(Settings):
         description="Make the policy due when users' rewards were below the champion's offline score "
         "interval for this many seconds.",
     )
-
-    @field_validator("temperature")
-    @classmethod
-    def _as_learned(cls, value: float) -> float:
-        if value != 1:
-            raise ValueError(
-                "engine and trainer give log-probabilities at temperature 1, so samples drawn at another one "
-                "would bias the loss while the importance ratio reads 1; leave it at 1"
-            )
-        return value
 
     @model_validator(mode="after")
     def _loss_has_its_settings(self) -> Self:

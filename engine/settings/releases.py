@@ -1,8 +1,9 @@
 """Settings of a release: its gates, its guards, and the canary's steps."""
 
 import re
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -17,6 +18,12 @@ GuardName = Literal[
 GUARDS: tuple[GuardName, ...] = get_args(GuardName)
 # The canary's weight while 5% of the units are left on the old champion.
 BAKE_WEIGHT = 0.95
+# Seconds until every engine that serves the base has loaded the revision.
+LOAD_S = 60.0
+
+
+# What rows of earlier versions call a setting.
+STORED_NAMES = {"max_seconds": "max_s", "step_seconds": "step_s", "bake_seconds": "bake_s"}
 
 
 class ReleaseConfig(Settings):
@@ -50,57 +57,27 @@ class ReleaseConfig(Settings):
         description="Without feedback, promote a canary whose rates are at most this much above the "
         "baseline's.",
     )
-    latency_margin: float = Field(
-        0.5,
-        gt=0,
-        description="Roll a canary back whose times at the 90% quantile are above the baseline's by more "
-        "than this share of them.",
-    )
-    cost_margin: float = Field(
-        1,
-        gt=0,
-        description="Roll a canary back whose answers at the 90% quantile are longer or cost more than the "
-        "baseline's by more than this share of them.",
-    )
     min_units: int = Field(20, ge=1, description="Require ratings of this many canary users to promote.")
-    max_seconds: float = Field(
-        600, gt=0, description="Hold a canary that has no verdict after this many seconds."
-    )
+    max_s: float = Field(600, gt=0, description="Hold a canary that has no verdict after this many seconds.")
     score_margin: Fraction = Field(
         0.05,
-        description="Hold a revision whose offline score is more than this below its parent's. The default "
-        "is three standard errors of 200 paired items.",
-    )
-    general_margin: float = Field(
-        0.05,
-        ge=0,
-        le=1,
-        description="With a policy's `general`: hold a revision whose perplexity on general text is more "
-        "than this share above the base's.",
+        description="Hold a revision whose offline score is more than this below its parent's, or with a "
+        "policy's `general` its perplexity on general text more than this share above the base's. The "
+        "default is three standard errors of 200 paired items.",
     )
     ramp: tuple[OpenFraction, ...] = Field(
         (), description="Send these shares of users to the canary first, from the smallest, before `weight`."
     )
-    step_seconds: float = Field(
+    step_s: float = Field(
         300,
         gt=0,
         description="End a step of the ramp after this many seconds; before, it ends with `min_units` units. "
         "A step that recent traffic cannot fill is skipped.",
     )
-    bake_seconds: float = Field(
+    bake_s: float = Field(
         0,
         ge=0,
         description="Before the promotion, leave 5% of users on the old champion for this many seconds.",
-    )
-    load_s: float = Field(
-        60,
-        gt=0,
-        description="Wait this many seconds until every engine that serves the base has loaded the revision.",
-    )
-    unloaded: Literal["hold", "go_on"] = Field(
-        "hold",
-        description="After `load_s`, hold the release and name the engines without the revision, or go on: "
-        "they are not ready (/graftwork/ready) until they have it.",
     )
     approval_s: float = Field(
         0,
@@ -108,6 +85,12 @@ class ReleaseConfig(Settings):
         description="Require an approval before the canary, and hold after this many seconds without one. "
         "0: no approval.",
     )
+
+    @classmethod
+    def stored(cls, settings: Mapping[str, Any]) -> Self:
+        """Return the settings in a release's row, also in one that an earlier version wrote."""
+        named = {STORED_NAMES.get(name, name): value for name, value in settings.items()}
+        return cls.model_validate({name: value for name, value in named.items() if name in cls.model_fields})
 
     @property
     def promoting_guards(self) -> tuple[GuardName, ...]:
@@ -138,9 +121,9 @@ class ReleaseConfig(Settings):
     @property
     def weights(self) -> tuple[float, ...]:
         """The canary's weight in each step: the ramp, `weight`, and the bake if there is one."""
-        return (*self.ramp, self.weight, *((BAKE_WEIGHT,) if self.bake_seconds else ()))
+        return (*self.ramp, self.weight, *((BAKE_WEIGHT,) if self.bake_s else ()))
 
     @property
     def longest_s(self) -> float:
         """The most seconds from a release's start to its verdict."""
-        return self.approval_s + self.load_s + self.max_seconds + self.bake_seconds
+        return self.approval_s + LOAD_S + self.max_s + self.bake_s

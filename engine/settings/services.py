@@ -1,5 +1,6 @@
 """Settings of the services, and of the catalog and the store that they share: a typed model for each."""
 
+from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -15,53 +16,86 @@ GPU_SLOTS = 8
 MICROBATCH_TOKENS = 8192
 
 
-class Listener(Settings):
-    """Where a service listens, and by which names callers reach it."""
+class NetworkConfig(Settings):
+    """How other machines reach all services of this one: by which names, with which certificate or proxy."""
 
-    port: Port
-    at: str | None = Field(
-        None,
-        pattern=r"^https?://[^/?#@]+$",
-        description="The service runs elsewhere, at this URL: it is not started here. Beyond this machine it "
-        "is https, unless `behind_proxy`.",
-    )
-    listen: IPv4Address | IPv6Address = Field(
-        ip_address("127.0.0.1"),
-        description="Listen on this address. Any but a loopback address needs `tls_certificate` and "
-        "`tls_key`, or `behind_proxy`.",
-    )
     hosts: tuple[str, ...] = Field(
         (),
         description="Also answer requests whose Host header is one of these names. localhost and the address "
         "of `listen` are always answered. With TLS, our own clients connect to the first.",
     )
     tls_certificate: Path | None = Field(
-        None, description="Serve HTTPS with the certificate chain in this PEM file."
+        None,
+        description="Serve HTTPS with the certificate chain in this PEM file, wherever `listen` is not a "
+        "loopback address.",
     )
     tls_key: Path | None = Field(None, description="Its private key, a PEM file.")
     behind_proxy: bool = Field(
         False,
-        description="A proxy in front of the service ends TLS, and nothing else can reach the address: "
+        description="A proxy in front of the services ends TLS, and nothing else can reach their addresses: "
         "docs/security.md.",
     )
 
     @model_validator(mode="after")
-    def _protected(self) -> Self:
+    def _certificate_has_its_key(self) -> Self:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("TLS needs both `tls_certificate` and `tls_key`")
         if any(path and not path.is_absolute() for path in (self.tls_certificate, self.tls_key)):
             raise ValueError("`tls_certificate` and `tls_key` must be absolute paths")
-        if not (self.listen.is_loopback or self.tls_certificate or self.behind_proxy):
+        return self
+
+
+class ServiceConfig(Settings):
+    """Where a service is."""
+
+    port: Port
+    at: str | None = Field(
+        None,
+        pattern=r"^https?://[^/?#@]+$",
+        description="The service runs elsewhere, at this URL: it is not started here. Beyond this machine it "
+        "is https, unless `network.behind_proxy`.",
+    )
+    listen: IPv4Address | IPv6Address = Field(
+        ip_address("127.0.0.1"),
+        description="Listen on this address. Any but a loopback address needs `network.tls_certificate` and "
+        "`network.tls_key`, or `network.behind_proxy`.",
+    )
+
+    def listener(self, network: NetworkConfig) -> "Listener":
+        """Return where the service listens, with what the network says of all services."""
+        return Listener(self.port, self.at, self.listen, network)
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Where a service listens, and by which names callers reach it."""
+
+    port: int
+    at: str | None
+    listen: IPv4Address | IPv6Address
+    network: NetworkConfig
+
+    def refuse_clear_text(self) -> None:
+        """Raise `ValueError` where keys and prompts would cross a network in clear text."""
+        if not (self.listen.is_loopback or self.tls or self.network.behind_proxy):
             raise ValueError(
                 f"`listen: {self.listen}` would send keys and prompts over the network in clear text; give "
-                "`tls_certificate` and `tls_key`, or set `behind_proxy: true` behind a proxy with TLS"
+                "`network.tls_certificate` and `network.tls_key`, or set `network.behind_proxy: true` behind "
+                "a proxy with TLS"
             )
-        if self.at and not (self.at.startswith("https:") or self.behind_proxy or _is_loopback(self.host)):
+        is_encrypted = self.at is None or self.at.startswith("https:") or self.network.behind_proxy
+        if not (is_encrypted or _is_loopback(self.host)):
             raise ValueError(
                 f"`at: {self.at}` would send keys over the network in clear text; write https://, or set "
-                "`behind_proxy: true` where the network between the machines is encrypted"
+                "`network.behind_proxy: true` where the network between the machines is encrypted"
             )
-        return self
+
+    @property
+    def tls(self) -> tuple[str, str] | None:
+        """The files of certificate and key; None where the service answers in clear text."""
+        if self.listen.is_loopback or self.network.tls_certificate is None:
+            return None
+        return str(self.network.tls_certificate), str(self.network.tls_key)
 
     @property
     def address(self) -> str:
@@ -74,8 +108,8 @@ class Listener(Settings):
         """The host to which our own clients connect: with TLS a name of the certificate."""
         if self.at:
             return urlsplit(self.at).hostname or ""
-        if self.tls_certificate and self.hosts:
-            return self.hosts[0]
+        if self.tls and self.network.hosts:
+            return self.network.hosts[0]
         return self._written
 
     @property
@@ -87,12 +121,12 @@ class Listener(Settings):
         """The URL that our own clients use."""
         if self.at:
             return self.at
-        return f"{'https' if self.tls_certificate else 'http'}://{self.host}:{self.port}"
+        return f"{'https' if self.tls else 'http'}://{self.host}:{self.port}"
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names that a request's Host header may have, without a port."""
-        return tuple(dict.fromkeys(("localhost", "127.0.0.1", self._written, *self.hosts)))
+        return tuple(dict.fromkeys(("localhost", "127.0.0.1", self._written, *self.network.hosts)))
 
 
 def _is_loopback(host: str) -> bool:
@@ -102,7 +136,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-class EngineConfig(Listener):
+class EngineConfig(ServiceConfig):
     """The engine: vLLM's server with Graftwork's plugin and gateway."""
 
     port: Port = 8460
@@ -154,33 +188,17 @@ class EngineConfig(Listener):
         description="Record the experts of each token on mixture-of-experts bases, for policies with "
         "router_replay.",
     )
-    speculative: int = Field(
-        0,
-        ge=0,
-        le=16,
-        description="Draft this many tokens from n-grams of the request's text (speculative decoding; GPU "
-        "only). 0: none.",
-    )
     start_timeout_s: float = Field(
         300, gt=0, description="Wait this many seconds for engine and trainer, each, to load the base."
     )
     host_bytes: int | None = Field(
         None, ge=1 << 20, description="Limit the host tier to this many bytes. Empty: half of the memory."
     )
-    host_adapters: int = Field(4096, ge=1, description="Limit the host tier to this many adapters.")
     load_concurrency: int | None = Field(
         None,
         ge=1,
         description="Run this many cold loads at once. More of them serve a burst sooner and slow warm "
         "requests down. Empty: 6, or 16 for adapters of 1 MiB or more.",
-    )
-    load_queue: int = Field(
-        1024, ge=1, description="Answer 429 when this many cold loads are waiting or running."
-    )
-    load_timeout_s: float = Field(
-        60,
-        gt=0,
-        description="Answer 503 when a cold load, with its wait in the queue, takes this many seconds.",
     )
 
     @property
@@ -204,13 +222,6 @@ class GatewayConfig(Settings):
         description="Answer 503 when the catalog has been unreadable for this many seconds, since the key "
         "may be revoked by now.",
     )
-    max_samples: int = Field(
-        64,
-        ge=1,
-        le=1 << 14,
-        description="Generate up to this many completions a request: n for each of its prompts. Keys with "
-        "the role score or train may ask for 16,384.",
-    )
     shared_prefix_cache: bool = Field(
         False,
         description="Let tenants share the prefix cache. Each can then find out by timing what others ask.",
@@ -232,7 +243,7 @@ class PricesConfig(Settings):
     completion: float = Field(0.0, ge=0, description="Price a million completion tokens at this.")
 
 
-class TrainerConfig(Listener):
+class TrainerConfig(ServiceConfig):
     """The resident trainer service."""
 
     port: Port = 8461
@@ -251,14 +262,6 @@ class TrainerConfig(Listener):
     sessions: int = Field(
         8, ge=1, description="Plan a GPU's memory for this many sessions of rank engine.max_rank."
     )
-    session_bytes: int | None = Field(
-        None,
-        ge=1,
-        description="Limit adapters, gradients and Adam moments of all sessions to this many bytes. Empty: "
-        "the plan's share on a GPU, a quarter of the free memory on a CPU.",
-    )
-    queue: int = Field(256, ge=1, description="Queue up to this many operations of all sessions.")
-    queue_of_session: int = Field(16, ge=1, description="Queue up to this many operations of one session.")
     microbatch_tokens: int | None = Field(
         None,
         ge=64,
@@ -271,9 +274,6 @@ class TrainerConfig(Listener):
         "results are equal up to rounding. never: one session after another, with results bit for bit as "
         "alone.",
     )
-    operation_timeout_s: float = Field(
-        600, gt=0, description="Fail a training run when one operation takes this many seconds."
-    )
 
     @property
     def most_tokens(self) -> int:
@@ -285,15 +285,10 @@ class TrainerConfig(Listener):
         return cuda if self.gradient_checkpointing is None else self.gradient_checkpointing
 
 
-class ControllerConfig(Listener):
+class ControllerConfig(ServiceConfig):
     """The controller: the only writer of routes, releases and ledger."""
 
     port: Port = 8462
-    tick_s: float = Field(0.25, gt=0, le=5, description="Advance releases every this many seconds.")
-    lease_s: float = Field(5, gt=0, description="Hold the lease in the catalog for this many seconds.")
-    snapshot_s: float = Field(
-        2, gt=0, description="Write a new ledger snapshot for readers every this many seconds."
-    )
     observations_days: int | None = Field(
         None,
         ge=1,
@@ -305,9 +300,6 @@ class ControllerConfig(Listener):
         pattern=r"^([a-z][a-z0-9+.]*://[^?#]+|/.+)$",
         description="Write the ledger's days as Parquet into this directory (an absolute path) or behind "
         "this fsspec URL, such as s3://bucket/prefix. Credentials come from the environment. Empty: nowhere.",
-    )
-    archive_s: float = Field(
-        3600, ge=10, le=86_400, description="Bring the archive up to date every this many seconds."
     )
 
 
@@ -335,7 +327,7 @@ class StoreConfig(Settings):
     )
 
 
-class MlflowConfig(Listener):
+class MlflowConfig(ServiceConfig):
     """The MLflow server: registry, runs and artifacts."""
 
     port: Port = 8463
@@ -344,7 +336,7 @@ class MlflowConfig(Listener):
     )
 
 
-class TinkerConfig(Listener):
+class TinkerConfig(ServiceConfig):
     """The Tinker API, a service for Tinker's own SDK."""
 
     port: Port = 8465
@@ -355,11 +347,10 @@ class TinkerConfig(Listener):
     )
 
 
-class PrefectConfig(Listener):
+class PrefectConfig(ServiceConfig):
     """The Prefect server: flow runs, schedules, automations."""
 
     port: Port = 8464
-    work_pool: str = Field("graftwork", description="Run deployments with the worker of this work pool.")
     notify_url: str | None = Field(
         None, description="Post notifications to this URL. Empty: to the controller, which shows them."
     )

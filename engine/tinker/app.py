@@ -378,8 +378,8 @@ def main() -> int:
     except GraftworkError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    app = trusted(make_app(Models(catalog, backend)), params.tinker)
-    options = server_options(params.tinker)
+    app = trusted(make_app(Models(catalog, backend)), params.listener("tinker"))
+    options = server_options(params.listener("tinker"))
     uvicorn.run(app, access_log=False, log_config=None, timeout_graceful_shutdown=1, **options)
     backend.close()
     catalog.close()

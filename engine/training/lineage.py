@@ -14,8 +14,7 @@ from engine.settings.policies import PolicyConfig
 
 # Settings that may change within one line of training.
 NOT_OF_A_LINE = {
-    "steps", "suite", "snapshot_ttl_s", "scheduled", "max_age_s", "drift_after_s", "owner", "no_signal_steps",
-    "collapse", "general",
+    "steps", "suite", "scheduled", "max_age_s", "drift_after_s", "owner", "collapse", "general",
 }  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def train(
 
     Idempotent: a line of training that has all its steps is only exported again. `on_step` receives each new
     step's row. `engines_of` gives the engines that sample where there are several. Raises `ServiceError` when
-    the trainer or the engine stays unavailable, `ConfigError` when `no_signal_steps` steps in a row had
+    the trainer or the engine stays unavailable, `ConfigError` when `NO_SIGNAL_STEPS` steps in a row had
     nothing to learn from, or when it is to stop at a collapse.
     """
     check_task(config.task)
@@ -114,7 +114,6 @@ def open_session(run: Run) -> SessionInfo:
         config={**config.model_dump(mode="json"), "session": run.line.session, "line_seed": run.line.seed},
         policy_config=known.model_dump(mode="json"),
         owner=known.owner,
-        snapshot_ttl_s=config.snapshot_ttl_s,
     )
     if session.history:
         record_step(run, session.history[-1])

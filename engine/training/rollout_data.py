@@ -28,6 +28,9 @@ from engine.training.lineage import Line
 from engine.training.rollouts import Sample, SamplesGroups, Sampling, sample_groups
 from engine.training.service.protocol import Datum, EncodedText, ModelInput, TensorData
 
+# Groups without spread are replaced by this many times `groups` problems at most.
+REFILLS = 1
+
 
 @dataclass(frozen=True)
 class Sampler:
@@ -137,9 +140,7 @@ def draw(
     config, clock = source.config, monotonic()
     prompts = [source.prompt_ids(problem.asked) for problem in problems]
     seed = int(content_hash([source.line.seed, step, *(["replaces"] if replaces else [])])[:7], 16)
-    sampling = Sampling(
-        config.group_size, config.max_tokens, config.temperature, seed, routed_experts=source.replays
-    )
+    sampling = Sampling(config.group_size, config.max_tokens, seed=seed, routed_experts=source.replays)
     model = served_name(source.policy, sampler.digest) if sampler.digest else source.base_name
     groups = source.sample(model, prompts, sampling)
     return Drawn(sampler, problems, prompts, groups, position, monotonic() - clock)
@@ -227,14 +228,14 @@ def judge(verifier: Verifier, drawn: Drawn) -> Judged:
 def refill(
     source: Source, verifier: Verifier, step: int, drawn: Drawn, judged: Judged, position: int
 ) -> tuple[Drawn, Judged, int]:
-    """Replace groups without spread, as far as `refills` allows: DAPO's dynamic sampling.
+    """Replace groups without spread, as far as `REFILLS` allows: DAPO's dynamic sampling.
 
     DAPO (arXiv 2503.14476, section 3.2) samples until the batch is full. Here one more request asks for as
-    many problems as should fill it by the share of groups that teach, at most `refills` batches. Returns the
+    many problems as should fill it by the share of groups that teach, at most `REFILLS` batches. Returns the
     step's samples and rewards with those of the replacements, and the next position of their stream.
     """
     config, found = source.config, sum(judged.teaching)
-    missing, most = config.groups - found, config.refills * config.groups
+    missing, most = config.groups - found, REFILLS * config.groups
     count = min(most, ceil(missing * len(judged.rewards) / found)) if found else most
     if missing <= 0 or not count:
         return drawn, judged, position

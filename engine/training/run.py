@@ -102,5 +102,5 @@ def prepare(
     engines = engines_of(params, base.digest) if engines_of else None
     source = Source(policy, config, line, tokenizer, url, key, base_name, replays, engines)
     spool = open_spool(params, f"train-{policy}")
-    client = TrainerClient.of(params, timeout_s=params.trainer.operation_timeout_s)
+    client = TrainerClient.of(params)
     return Run(params, policy, config, line, source, Ahead(source), client, spool, Verifier(config))

@@ -16,6 +16,8 @@ from engine.training.rollout_data import Drawn, repeated_share
 from engine.training.run import Run
 from engine.training.service.protocol import SessionInfo
 
+# A run ends after this many steps in a row without a gradient.
+NO_SIGNAL_STEPS = 3
 WINDOW = 3
 # Entropy of less than this share of the first steps'.
 ENTROPY = 0.6
@@ -93,12 +95,12 @@ def refuse_collapse(run: Run, session: SessionInfo) -> None:
 
 
 def refuse_without_signal(run: Run, session: SessionInfo) -> None:
-    """Raise `ConfigError` when none of the last `no_signal_steps` steps had a gradient.
+    """Raise `ConfigError` when none of the last `NO_SIGNAL_STEPS` steps had a gradient.
 
     Steps in which every answer earned the full reward do not count: there is nothing left to learn.
     """
-    rows = session.history[-run.config.no_signal_steps :]
-    if len(rows) < run.config.no_signal_steps or not all(map(is_without_signal, rows)):
+    rows = session.history[-NO_SIGNAL_STEPS:]
+    if len(rows) < NO_SIGNAL_STEPS or not all(map(is_without_signal, rows)):
         return
     flat = [row["zero_spread"] for row in rows if row["zero_spread"] is not None]
     rewards = [row["reward"] for row in rows if row["reward"] is not None]

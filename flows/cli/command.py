@@ -45,6 +45,7 @@ from flows.entry import (
     PARAMS,
     ParamsFile,
     ReuseName,
+    asked,
     check,
     enter,
     filled,
@@ -95,7 +96,9 @@ def run(
 ) -> None:
     """Run the main job: adapt and release the policies, then roll back a bad revision."""
     settings = enter(params, base, starting=True)
-    check(settings, [*settings.policies, settings.demo.bad_policy])
+    if not settings.policies:
+        raise ConfigError(f"{settings.source} has no `policies`, so the main job has none to adapt.")
+    check(settings, list(settings.policies))
     from flows import display
 
     began, stages = time.time(), Stages()
@@ -188,11 +191,11 @@ def adapt(
         list[str] | None, typer.Argument(metavar="[POLICY]...", show_default=False, help="Policies to adapt.")
     ] = None,
     policy: Annotated[list[str] | None, typer.Option(help="Policy to adapt; repeatable.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Training steps of this run.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate of this run.")] = None,
-    rank: Annotated[int | None, typer.Option(help="Rank of this run's adapter.")] = None,
-    loss: Annotated[str | None, typer.Option(help="Loss of this run.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of this run's problems and samples.")] = None,
+    steps: Annotated[int | None, asked(AdaptForm, "steps")] = None,
+    lr: Annotated[float | None, asked(AdaptForm, "lr")] = None,
+    rank: Annotated[int | None, asked(AdaptForm, "rank")] = None,
+    loss: Annotated[str | None, asked(AdaptForm, "loss")] = None,
+    seed: Annotated[int | None, asked(AdaptForm, "seed")] = None,
     reuse_name: ReuseName = False,
     params: ParamsFile = PARAMS,
 ) -> None:

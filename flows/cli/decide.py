@@ -15,6 +15,7 @@ from flows.entry import (
     ParamsFile,
     Reason,
     Revision,
+    asked,
     check,
     enter,
     filled,
@@ -43,24 +44,11 @@ def release(
         str, typer.Argument(help="POLICY@DIGEST, or POLICY for its newest exported revision.")
     ],
     by: By = "cli",
-    skip_score: Annotated[
-        str | None, typer.Option(help="Skip the offline score and record this reason.")
-    ] = None,
-    skip_canary: Annotated[str | None, typer.Option(help="Skip the canary and record this reason.")] = None,
-    approval_hours: Annotated[
-        float | None,
-        typer.Option(
-            help="Wait at most this many hours for an approval before the canary; 0: no approval needed. "
-            "Default: release.approval_s."
-        ),
-    ] = None,
+    skip_score: Annotated[str | None, asked(ReleaseForm, "skip_score")] = None,
+    skip_canary: Annotated[str | None, asked(ReleaseForm, "skip_canary")] = None,
+    approval_s: Annotated[float | None, asked(ReleaseForm, "approval_s")] = None,
     if_running: Annotated[
-        IfRunning,
-        typer.Option(
-            metavar="refuse|wait|replace",
-            help="While another release of the policy runs: refuse, wait for its verdict, or replace it. A "
-            "replaced release is held.",
-        ),
+        IfRunning, asked(ReleaseForm, "if_running", metavar="refuse|wait|replace")
     ] = "refuse",
     params: ParamsFile = PARAMS,
 ) -> None:
@@ -75,7 +63,7 @@ def release(
 
     form = filled(
         ReleaseForm, policy=policy, digest=digest, by=by, skip_score=skip_score, skip_canary=skip_canary,
-        approval_hours=approval_hours, if_running=if_running,
+        approval_s=approval_s, if_running=if_running,
     )  # fmt: skip
     print_row(release_row(release_flow(form)))
 

@@ -9,7 +9,7 @@ import typer
 from engine.base.fitting import fitted_policy
 from engine.settings.forms import CreatePolicyForm
 from engine.settings.params import known_policies
-from flows.entry import PARAMS, Json, ParamsFile, ReuseName, enter, filled
+from flows.entry import PARAMS, Json, ParamsFile, ReuseName, asked, enter, filled
 from tasks.outcome import local_key
 
 app = typer.Typer()
@@ -23,33 +23,27 @@ def create(
     data: Annotated[
         Path, typer.Option(help="Questions and answers: JSON lines, JSON, CSV, Parquet or a saved dataset.")
     ],
-    verifier: Annotated[str, typer.Option(help="exact, numeric, regex, json-schema or python:MODULE:FUNC")],
-    owner: Annotated[str, typer.Option(help="Whose policy it is.")] = "local",
-    base: Annotated[str | None, typer.Option(help="The resident base.")] = None,
-    system: Annotated[str | None, typer.Option(help="System prompt before every question.")] = None,
+    verifier: Annotated[str, asked(CreatePolicyForm, "verifier")],
+    owner: Annotated[str, asked(CreatePolicyForm, "owner")] = "local",
+    base: Annotated[str | None, asked(CreatePolicyForm, "base")] = None,
+    system: Annotated[str | None, asked(CreatePolicyForm, "system")] = None,
     few_shot: Annotated[
         Path | None, typer.Option(help="Worked questions before each one, in such a file.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    loss: Annotated[
-        str | None, typer.Option(help="dapo, grpo, dr_grpo, gspo, cispo, ppo or python:MODULE:FUNC")
-    ] = None,
-    kl: Annotated[
-        float | None, typer.Option(help="Weight of the KL divergence to the base in the loss.")
-    ] = None,
-    rank: Annotated[int | None, typer.Option(help="Rank of the adapter, at most engine.max_rank.")] = None,
-    groups: Annotated[int | None, typer.Option(help="Problems a step.")] = None,
-    group_size: Annotated[int | None, typer.Option(help="Samples a problem.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, tokens.")] = None,
-    items: Annotated[int, typer.Option(help="Frozen items at most.")] = 200,
+    steps: Annotated[int | None, asked(CreatePolicyForm, "steps")] = None,
+    lr: Annotated[float | None, asked(CreatePolicyForm, "lr")] = None,
+    loss: Annotated[str | None, asked(CreatePolicyForm, "loss")] = None,
+    kl: Annotated[float | None, asked(CreatePolicyForm, "kl")] = None,
+    rank: Annotated[int | None, asked(CreatePolicyForm, "rank")] = None,
+    groups: Annotated[int | None, asked(CreatePolicyForm, "groups")] = None,
+    group_size: Annotated[int | None, asked(CreatePolicyForm, "group_size")] = None,
+    max_tokens: Annotated[int | None, asked(CreatePolicyForm, "max_tokens")] = None,
+    items: Annotated[int, asked(CreatePolicyForm, "items")] = 200,
     scheduled: Annotated[
-        bool | None, typer.Option("--scheduled/--unscheduled", help="Adapted by the nightly flow when due.")
+        bool | None, asked(CreatePolicyForm, "scheduled", "--scheduled/--unscheduled")
     ] = None,
-    max_age_hours: Annotated[float | None, typer.Option(help="Due when older than this.")] = None,
-    drift_after_hours: Annotated[
-        float | None, typer.Option(help="Due when users' rewards stayed under the score for so long.")
-    ] = None,
+    max_age_s: Annotated[float | None, asked(CreatePolicyForm, "max_age_s")] = None,
+    drift_after_s: Annotated[float | None, asked(CreatePolicyForm, "drift_after_s")] = None,
     reuse_name: ReuseName = False,
     params: ParamsFile = PARAMS,
 ) -> None:
@@ -64,8 +58,8 @@ def create(
     form = filled(
         CreatePolicyForm, name=name, owner=owner, base=base, data=data, verifier=verifier, system=system,
         steps=steps, lr=lr, loss=loss, kl=kl, rank=rank, groups=groups, group_size=group_size,
-        max_tokens=max_tokens, items=items, scheduled=scheduled, max_age_hours=max_age_hours,
-        drift_after_hours=drift_after_hours, few_shot=worked,
+        max_tokens=max_tokens, items=items, scheduled=scheduled, max_age_s=max_age_s,
+        drift_after_s=drift_after_s, few_shot=worked,
     )  # fmt: skip
     created = create_policy(
         settings, name, data, verifier, owner, base, form.settings(), items,

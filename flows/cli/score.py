@@ -15,6 +15,8 @@ from flows.entry import PARAMS, ParamsFile, catalog, check, enter, require_servi
 from tasks.outcome import local_key, perplexity_row, score_row
 
 app = typer.Typer()
+# A mean score: 4 of 200 items.
+TOLERANCE = 0.02
 Stage = Literal["base", "suites", "adapt", "revision", "evaluate", "report"]
 
 
@@ -33,11 +35,8 @@ def score(
         ),
     ] = None,
     tolerance: Annotated[
-        float | None,
-        typer.Option(
-            help="With --compare: allow this difference of a mean score. Default: evaluate.tolerance."
-        ),
-    ] = None,
+        float, typer.Option(min=0, max=1, help="With --compare: allow this difference of a mean score.")
+    ] = TOLERANCE,
     params: ParamsFile = PARAMS,
 ) -> None:
     """Score a revision on its policy's suite with the running engine, into the ledger.
@@ -76,7 +75,7 @@ def score_live(revision: str, params: Path) -> None:
             print_row(perplexity_row(score_general(settings, policy, one, key)))
 
 
-def use_evaluation(record: bool, compare: Path | None, tolerance: float | None, params: Path) -> None:
+def use_evaluation(record: bool, compare: Path | None, tolerance: float, params: Path) -> None:
     """Compare, record, or both, the evaluation that lies beside the settings file."""
     settings = enter(params)
     from flows.display import print_rows
@@ -85,9 +84,8 @@ def use_evaluation(record: bool, compare: Path | None, tolerance: float | None, 
     here = params.absolute().parent
     ours = evaluation.read_evaluation(here)
     if compare:
-        allowed = settings.evaluate.tolerance if tolerance is None else tolerance
-        print_rows(evaluation.compare(ours, evaluation.read_evaluation(compare), allowed))
-        typer.echo(f"Every mean score is within the tolerance of {allowed}.")
+        print_rows(evaluation.compare(ours, evaluation.read_evaluation(compare), tolerance))
+        typer.echo(f"Every mean score is within the tolerance of {tolerance}.")
     if record:
         rows = evaluation.record(settings, here, ours)
         typer.echo(f"Sent {rows} scores to the ledger. Scores that it already has are not changed.")

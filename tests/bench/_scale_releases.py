@@ -14,7 +14,7 @@ from engine.serving.gateway.routing import STALE_S
 WATCHERS, WATCH_S = 6, 0.02
 RATE = 10.0
 # Long enough that the canary has no verdict of its own.
-OPEN = {"weight": 0.5, "min_units": 10_000, "load_s": 60}
+OPEN = {"weight": 0.5, "min_units": 10_000}
 PAUSE_S = 4.0
 
 
@@ -94,8 +94,8 @@ def unloadable(cluster: Cluster, crowd: Crowd) -> dict[str, list[float]]:
         wait_for(lambda: all(has_answered(cluster, watchers, number) for number in (0, 1)), "first answers")
         cluster.s3[1].stop()
         try:
-            release = cluster.release(canary, OPEN | {"load_s": 8})
-            ended = cluster.client.wait_for_verdict(release, 60)
+            release = cluster.release(canary, OPEN)
+            ended = cluster.client.wait_for_verdict(release, 120)
         finally:
             cluster.s3[1].start()
     if ended["state"] != "held":

@@ -18,12 +18,14 @@ HERE = Path(__file__).parent
 def job(config: PolicyConfig, base: Path, output: Path, batch: int) -> dict[str, Any]:
     """Return a run of TRL with the settings that our loop has: from the policy, and from the trainer."""
     from engine.base.families import BaseShapes
+    from engine.training.rollouts import Sampling
     from engine.training.service.protocol import AdamParams
 
     adam = AdamParams()
     return {
         **config.model_dump(include={"groups", "group_size", "lr", "rank", "alpha", "steps", "max_tokens"}),
-        **config.model_dump(include={"temperature", "seed"}),
+        "temperature": Sampling.temperature,
+        "seed": config.seed,
         **config.loss_config.values(config.loss),
         "base": str(base),
         "targets": list(BaseShapes.of(json.loads((base / "config.json").read_text())).targets),

@@ -42,7 +42,7 @@ from _storm_side import WARM, Side
 from _traffic import Client, Server
 
 from engine.base.families import BaseShapes
-from engine.planning.tiers import cpu_slots, host_tier_bytes
+from engine.planning.tiers import cpu_slots, host_tier_adapters, host_tier_bytes
 from engine.settings.params import Params, load_params
 from engine.settings.services import EngineConfig
 
@@ -96,7 +96,7 @@ def sizes(asked: Sequence[int], most: int) -> dict[int, float]:
 
 def most_cold(engine: EngineConfig, shapes: BaseShapes, adapter_bytes: int) -> int:
     """Return how many adapters can arrive at once while as many are resident, and the warm ones too."""
-    held = min(host_tier_bytes(engine) // adapter_bytes, engine.host_adapters)
+    held = min(host_tier_bytes(engine) // adapter_bytes, host_tier_adapters(engine))
     return min(cpu_slots(engine, shapes) - WARM - SPARE, (held - WARM - SPARE) // 2)
 
 

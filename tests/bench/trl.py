@@ -46,6 +46,7 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
+from unittest.mock import patch
 
 import _lengthy_base as lengthy
 import _record as record
@@ -55,7 +56,7 @@ from _trl_job import environment, job
 from engine.base.names import PACKAGED
 from engine.process_reaper import die_with_parent
 from engine.services import lifecycle as services
-from engine.settings.losses import LossConfig
+from engine.settings.losses import PolicyLossConfig
 from engine.settings.params import Params, content_hash, load_params
 from engine.settings.policies import PolicyConfig
 from tests.helpers.live import free_port
@@ -106,8 +107,8 @@ def policy(seed: int, steps: int, loss: str = "ppo", base: str = LENGTHY) -> Pol
         facts = load_params(f"params.{base}.yaml").policies["facts"]
         asked = facts.model_dump(include={"task", "verifier", "suite", "max_tokens"})
     return PolicyConfig(
-        **asked, seed=seed, steps=steps, lr=LEARNING_RATE, loss=loss, refills=0, alpha=16, warmup_steps=0,
-        loss_config=LossConfig(clip_low=0.2, clip_high=0.28, kl=0),
+        **asked, seed=seed, steps=steps, lr=LEARNING_RATE, loss=loss, alpha=16, warmup_steps=0,
+        loss_config=PolicyLossConfig(clip_low=0.2, clip_high=0.28, kl=0),
     )  # fmt: skip
 
 
@@ -160,6 +161,7 @@ def fastest(python: Path, name: str, base: Path, scratch: Path) -> int:
 def run_ours(params: Params, named: Mapping[str, PolicyConfig], key: str) -> Run:
     """Train one policy, or several at once, with the services that run."""
     from engine.threads import in_parallel
+    from engine.training import rollout_data
     from engine.training.loop import train
 
     ends: list[float] = []
@@ -168,7 +170,9 @@ def run_ours(params: Params, named: Mapping[str, PolicyConfig], key: str) -> Run
     def one(name: str, config: PolicyConfig) -> Any:
         return train(known, name, config, key, lambda row: ends.append(time.monotonic()))
 
-    trained = in_parallel(*(partial(one, name, config) for name, config in named.items()))
+    # TRL replaces no groups.
+    with patch.object(rollout_data, "REFILLS", 0):
+        trained = in_parallel(*(partial(one, name, config) for name, config in named.items()))
     steps = list(zip(*(t.curve for t in trained), strict=True))
     rewards, lengths = (
         tuple(mean(row[figure] for row in rows) for rows in steps) for figure in ("reward", "length_mean")

@@ -29,6 +29,7 @@ from _run import Run, options, start
 from _storm_figures import errors, percentile, refusals
 from _traffic import Answer, Ask, Client, Server, prompt
 
+from engine.planning.tiers import SMALL_ADAPTER
 from engine.settings.params import Params, load_params
 
 BASE, SLOTS = "tiny-dense", 64
@@ -52,7 +53,7 @@ def waves(
     wrong: list[str] = []
     held = sum(sizes) + SLOTS
     each = _made.adapter_bytes(given, BASE, max(RANKS), _served.SHAPES[BASE].torch_dtype)
-    with _served.live(given, BASE, beside, slots=SLOTS, host_adapters=held, host_bytes=held * each) as engine:
+    with _served.live(given, BASE, beside, slots=SLOTS, host_bytes=held * max(each, SMALL_ADAPTER)) as engine:
         makers = [
             _made.Maker(engine.params, engine.base, f"wave-{rank}", rank, _served.SHAPES[BASE].torch_dtype)
             for rank in RANKS

@@ -115,9 +115,13 @@ def test_all_processes_read_the_settings_and_reach_each_other(tmp_path: Path) ->
     assert (shared.url("mlflow"), shared.url("prefect")) == (NEEDED["mlflow"], NEEDED["prefect"])
     # Each engine is reached by its own address, and through HAProxy by the tenants' name.
     assert engine.url("engine") == "http://10.1.2.3:8460"
-    assert {"models.example.org", "gw-haproxy", "10.1.2.3", "localhost"} <= set(engine.engine.names)
+    assert {"models.example.org", "gw-haproxy", "10.1.2.3", "localhost"} <= set(
+        engine.listener("engine").names
+    )
     assert engine.engine.max_rank == shared.engine.max_rank == 32
-    assert engine.model_dump(exclude={"engine", "source"}) == shared.model_dump(exclude={"engine", "source"})
+    own = {"engine", "network", "source"}
+    assert engine.model_dump(exclude=own) == shared.model_dump(exclude=own)
+    assert engine.network.behind_proxy is shared.network.behind_proxy is True
 
 
 def test_an_engine_has_the_time_to_leave() -> None:

@@ -23,7 +23,7 @@ def people(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
     # Not while the tests run. How good a few steps are is the CPU's rounding, so any score passes; how many
     # users a canary would have is the machine's speed, so it has a day.
     far = f"0 {(time.gmtime().tm_hour + 12) % 24} * * *"
-    release = {"score_margin": 1.0, "max_seconds": 86400}
+    release = {"score_margin": 1.0, "max_s": 86400}
     settings = write_settings(state, policies=short_policies(), nightly={"cron": far}, release=release)
     shutil.copytree(ROOT / "eval_suites", state / "suites")
     started = graftwork("up", settings=settings)

@@ -88,7 +88,7 @@ FAULTS = {
         ["status"],
         {"engine": {"prot": 1}},
         2,
-        "`engine.prot`; allowed here: at, behind_proxy",
+        "`engine.prot`; allowed here: at, dtype",
     ),
     "bad value": (["status"], {"engine": {"port": "x"}}, 2, "`engine.port`"),
     "unknown benchmark": (["bench", "nothing"], {}, 2, "benchmark 'nothing'"),

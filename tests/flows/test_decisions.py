@@ -30,7 +30,7 @@ def other(people: Operated, second: Second) -> str:
 
 def start_release(people: Operated, digest: str, **form: Any) -> str:
     """Start a release that waits for an approval; return its run once it sleeps."""
-    body = {"policy": POLICY, "digest": digest, "approval_hours": 24, "skip_score": NO_SCORE} | form
+    body = {"policy": POLICY, "digest": digest, "approval_s": 86400, "skip_score": NO_SCORE} | form
     run = people.start("release", **body).raise_for_status().json()["id"]
     assert people.wait(run, "Suspended")["name"] == "Suspended"
     return run
@@ -86,7 +86,7 @@ def test_release_that_is_started_twice_is_one_release_and_its_hold_is_told(
     people: Operated, other: str
 ) -> None:
     """Of the hold there is an event in Prefect, and what its automation posts to the controller."""
-    form = {"policy": POLICY, "digest": other, "approval_hours": 24, "skip_score": NO_SCORE}
+    form = {"policy": POLICY, "digest": other, "approval_s": 86400, "skip_score": NO_SCORE}
     runs = [people.start("release", **form).raise_for_status().json()["id"] for _ in range(2)]
     assert [people.wait(run, "Suspended")["name"] for run in runs] == ["Suspended"] * 2
     assert running(people) == [other]

@@ -40,7 +40,6 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = data["policies"]["arithmetic"] | {"steps": STEPS}
     names = [*VICTIMS, "interrupted", "killed", "registry", "both-0", "both-1"]
     data["policies"] = {name: recipe | {"seed": seed} for seed, name in enumerate(names, start=1)}
-    data["demo"] = {"bad_policy": "engine"}
     data |= {name: {"port": free_port()} for name in (*VICTIMS, "mlflow", "prefect")} | {
         "state_dir": str(state)
     }

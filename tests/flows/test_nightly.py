@@ -103,7 +103,7 @@ def test_a_run_that_was_claimed_and_never_began_keeps_the_slot_until_it_is_ended
     dead, first = claim()
     assert (first, claim()[1]) == ("PENDING", "CANCELLED")
     with open_prefect(params) as client:
-        told = kept_out_runs(client, params.prefect.work_pool, time.time())
+        told = kept_out_runs(client, time.time())
     assert [(one.deployment, time.time() - one.last_at < 60) for one in told] == [("nightly", True)]
     now = time.time()
     assert [run.id for run in free_stuck(params, now, started=now)] == [dead]

@@ -22,7 +22,6 @@ from engine.integrations.mlflow_registry import Registry
 from engine.settings.forms import ReleaseForm
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
-from engine.settings.services import ControllerConfig
 from flows import release as flow
 from tasks import approval, release, steps
 from tests.helpers.canary_users import Users
@@ -38,8 +37,8 @@ class Killed(BaseException):
 
 @pytest.fixture
 def params(tmp_path: Path) -> Params:
-    settings = ReleaseConfig(min_units=10, max_seconds=60)
-    return Params(state_dir=tmp_path / "state", release=settings, controller=ControllerConfig(tick_s=0.05))
+    settings = ReleaseConfig(min_units=10, max_s=60)
+    return Params(state_dir=tmp_path / "state", release=settings)
 
 
 @pytest.fixture
@@ -102,7 +101,7 @@ def run(
         monkeypatch.setattr(flow, "ask_for_approval", numbered(approval.ask_for_approval, countdown, last))
         with suppress(Killed):
             flow.release.fn(
-                ReleaseForm(policy="sorting", digest=NEW, skip_score="It has no suite.", approval_hours=1)
+                ReleaseForm(policy="sorting", digest=NEW, skip_score="It has no suite.", approval_s=3600)
             )
         return next(countdown) - 1
 

@@ -100,8 +100,10 @@ def name_of(i: int) -> str:
 
 def residency(engine, events=None, catalog=None, store=None, pinned=frozenset, **settings) -> Residency:
     on_load = (lambda **fields: events.append(fields)) if events is not None else (lambda **fields: None)
-    config = EngineConfig(**settings)
-    return Residency(engine, catalog or FakeCatalog(), store or FakeStore(), config, on_load, pinned)
+    names = {"load_places", "timeout_s", "most_adapters"} & settings.keys()
+    own = {name: settings.pop(name) for name in names}
+    catalog, store, config = catalog or FakeCatalog(), store or FakeStore(), EngineConfig(**settings)
+    return Residency(engine, catalog, store, config, on_load, pinned, **own)
 
 
 async def use(residency, revision, seconds=0.0, **more):

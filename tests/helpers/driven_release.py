@@ -62,7 +62,7 @@ CANARIES = {
 def see(catalog: Catalog, release: Release, result: CanaryResult) -> Evidence:
     stone = catalog.tombstones.find("sorting", NEW)
     reason = stone.reason if stone else None
-    route, late_s = catalog.routes.get("sorting"), SETTINGS["max_seconds"]
+    route, late_s = catalog.routes.get("sorting"), SETTINGS["max_s"]
     return Evidence(0.0, route, ACCEPTED, None, result, reason, step_s=late_s)
 
 

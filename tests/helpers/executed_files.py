@@ -96,12 +96,15 @@ def asked(client: httpx.Client, name: str, file: Path, clocks: set[tuple[str, st
     return {path for path, by in calls(file) if (path, by) not in clocks}
 
 
-def with_service(module: str, state: Path, settings: dict[str, Any], use: Callable[[Params], Any]) -> Any:
-    """Run a service with these settings while `use` is called."""
+def with_service(
+    module: str, state: Path, settings: dict[str, Any], use: Callable[[Params], Any], before: str = ""
+) -> Any:
+    """Run a service with these settings, after the statements `before`, while `use` is called."""
     path = state / f"{module}.json"
     path.write_text(json.dumps(settings))
     with (state / f"{module}.log").open("wb") as log:
-        command = [sys.executable, "-m", module, "--params", str(path)]
+        started = f"{before}\nimport runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+        command = [sys.executable, "-c", started, "--params", str(path)]
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
         return use(load_params(path))
@@ -174,8 +177,7 @@ def release(state: Path, file: Path) -> set[str]:
     settings = {
         "state_dir": str(state),
         "release": {"min_units": 10},
-        # So that it is not renewed in the window.
-        "controller": {"port": free_port(), "lease_s": 300},
+        "controller": {"port": free_port()},
     }
     paths = Params(state_dir=state).paths
     migrate(paths.catalog_url)
@@ -185,7 +187,9 @@ def release(state: Path, file: Path) -> set[str]:
     for digest in (OLD, NEW, THIRD):
         spool.emit("scores", digest=digest, item="a", score=1.0, **scores)
     spool.rotate()
-    return with_service("engine.controller", state, settings, use)
+    # So that the lease is not renewed in the window.
+    before = "import engine.controller.route_changes as changes; changes.LEASE_S = 300"
+    return with_service("engine.controller", state, settings, use, before)
 
 
 def main() -> None:

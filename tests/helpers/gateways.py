@@ -212,7 +212,7 @@ class World:
 def open_world(
     root: Path,
     settings: GatewayConfig | None = None,
-    load_queue: int = 1024,
+    load_places: int = 1024,
     server: FakeVllm | None = None,
     url: str | None = None,
 ) -> World:
@@ -231,13 +231,13 @@ def open_world(
     server, events, loads, usage = server or FakeVllm(), Events(), Loads(), UsageLog(root / "usage")
     state = GatewayState(
         Router(catalog, "tiny", "base", suggest=Suggester),
-        Residency(loads, catalog, Store(root), EngineConfig(load_queue=load_queue)),
+        Residency(loads, catalog, Store(root), EngineConfig(), load_places=load_places),
         events,  # type: ignore[arg-type]
         "here",
         MAX_MODEL_LEN,
         AnyGrammar(),  # type: ignore[arg-type]
         settings or GatewayConfig(),
-        Meter(usage, load_queue),
+        Meter(usage, load_places),
         server.used,
     )
     if has_own:

@@ -24,7 +24,7 @@ from engine.training.service.trainer import Trainer
 from tests.helpers.live import free_port
 from tests.helpers.trainer_service import ADAM, SETTINGS, Service
 
-APP = ("-m", "engine.training.service.app", "--params")
+APP: tuple[str, ...] = ("-m", "engine.training.service.app", "--params")
 # Gloo's connections stay on this machine too.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
 # Rows of a microbatch in these tests: a budget of 64 tokens, and rows of 8 tokens, of which 7 are computed.
@@ -46,10 +46,11 @@ class RankedService(Service):
         # Two processes import what one does.
         self.client.patience_s = 600
         self.count, self.torchrun = count, torchrun
+        self.app = APP
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        port, app = str(free_port()), [*APP, str(self.file)]
+        port, app = str(free_port()), [*self.app, str(self.file)]
         if self.torchrun:
             launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
             counts = ["--nproc-per-node", str(self.count), "--max-restarts", "2"]

@@ -12,7 +12,7 @@ from engine.settings.params import Params
 from tests.helpers.canary_users import Users
 from tests.helpers.rows import NEW, OLD, fill
 
-RAMP = {"ramp": [0.1, 0.25], "weight": 0.5, "bake_seconds": 60, "min_units": 20, "step_seconds": 120}
+RAMP = {"ramp": [0.1, 0.25], "weight": 0.5, "bake_s": 60, "min_units": 20, "step_s": 120}
 # Seconds between two users, and how many come between two looks of the controller.
 PAUSE_S, BATCH = 0.2, 30
 

@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from engine.settings.policies import PolicyConfig
+from engine.training import rollout_data
 from engine.training.loop import grpo_step
 from engine.training.rollout_data import Drawn, Judged
 from engine.training.service.protocol import Datum, SessionInfo
@@ -37,16 +39,17 @@ def take_step(drawn: Drawn, judged: Judged, config: PolicyConfig) -> tuple[list[
         backpressure_s=defaultdict(float),
     )
     run: Any = SimpleNamespace(
-        config=config.model_copy(update={"refills": 0}),
+        config=config,
         client=client,
         policy="sums",
         identity={},
         loss_settings={},
         line=SimpleNamespace(session="sums-1"),
-        source=SimpleNamespace(replays=False, config=config.model_copy(update={"refills": 0})),
+        source=SimpleNamespace(replays=False, config=config),
         verifier=SimpleNamespace(judge=judge),
         ahead=SimpleNamespace(begin=lambda *_: None, take=lambda _: drawn),
         spool=SimpleNamespace(emit=lambda *_, **__: None),
     )
-    session = grpo_step(run, SessionInfo("sums-1", "sums", 0, 0, 1, "base", None, ()))
+    with patch.object(rollout_data, "REFILLS", 0):
+        session = grpo_step(run, SessionInfo("sums-1", "sums", 0, 0, 1, "base", None, ()))
     return sent, session.history[-1]

@@ -534,11 +534,11 @@ def test_the_commands_compare_with_the_stated_tolerance(suite, tmp_path):
     file = tmp_path / "here" / "params.yaml"
     evaluated(tmp_path / "here", suite, [1.0] * 5 + [0.0] * 5)
     evaluated(tmp_path / "there", suite, [1.0] * 6 + [0.0] * 4)
-    file.write_text("evaluate: {tolerance: 0.05}\n")
+    file.write_text("{}\n")
     ended = graftwork(file, "score", "--compare", str(tmp_path / "there"))
     assert ended.returncode == 1
     assert ended.stderr.strip() == (
-        "The score of the revision is 0.5 here and 0.6 there: 0.1 apart, over the tolerance of 0.05."
+        "The score of the revision is 0.5 here and 0.6 there: 0.1 apart, over the tolerance of 0.02."
     )
     ended = graftwork(file, "score", "--compare", str(tmp_path / "there"), "--tolerance", "0.1")
     assert ended.returncode == 0, ended.stderr

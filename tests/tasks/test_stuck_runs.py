@@ -113,7 +113,7 @@ def file(tmp_path: Path) -> Path:
 def found(prefect: Prefect, started_ago_s: float | None = None) -> list[str]:
     now = time.time()
     started = None if started_ago_s is None else now - started_ago_s
-    return [run.id for run in stuck_runs.stuck_runs(prefect.client(), POOL, now, started)]
+    return [run.id for run in stuck_runs.stuck_runs(prefect.client(), now, started)]
 
 
 def test_what_was_claimed_before_the_worker_started_is_dead(prefect: Prefect) -> None:

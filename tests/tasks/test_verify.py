@@ -17,6 +17,7 @@ import uvicorn
 from engine.catalog.catalog import Catalog, migrate
 from engine.catalog.opening import whole_catalog
 from engine.clients.controller import ControllerClient
+from engine.controller import loop
 from engine.controller.__main__ import whole_app
 from engine.controller.loop import Controller
 from engine.controller.route_changes import GATE, LEASE, alone, controller_serves, take_lease
@@ -45,7 +46,7 @@ BASE = replace(RIGHT, accepted=False, reason="The revision is the base.", effect
 
 @pytest.fixture
 def params(tmp_path: Path) -> Params:
-    params = Params(state_dir=tmp_path / "state", controller=ControllerConfig(port=free_port(), lease_s=60.0))
+    params = Params(state_dir=tmp_path / "state", controller=ControllerConfig(port=free_port()))
     migrate(params.paths.catalog_url)
     return params
 
@@ -59,12 +60,14 @@ def catalog(params: Params) -> Iterator[Catalog]:
 
 @pytest.fixture(params=["a controller serves it", "alone"])
 def controller(
-    params: Params, catalog: Catalog, request: pytest.FixtureRequest
+    params: Params, catalog: Catalog, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Controller | None]:
     """A controller that answers over HTTP, or none."""
     if request.param == "alone":
         yield None
         return
+    # Its loop does not turn, so nobody renews the lease.
+    monkeypatch.setattr(loop, "LEASE_S", 60.0)
     controller = Controller(params, "test")
     mirror = AliasMirror(controller.catalog, controller.decisions, Registry(httpx.Client()))
     server = uvicorn.Server(
@@ -128,12 +131,11 @@ def test_a_probe_is_acted_upon_by_whoever_writes_routes(
 
 @pytest.mark.long
 def test_nobody_else_changes_routes_while_one_does_alone(params: Params, catalog: Catalog) -> None:
-    brief = params.model_copy(update={"controller": ControllerConfig(port=free_port(), lease_s=1.5)})
     with (
-        alone(brief, catalog),
+        alone(params, catalog, lease_s=1.5),
         pytest.raises(Conflict, match=r"lease.*1\.5 s"),
         # Longer than the lease, which is renewed meanwhile.
-        alone(brief, catalog),
+        alone(params, catalog, lease_s=1.5),
     ):
         raise AssertionError("unreachable")
     with pytest.raises(ValueError, match="a fault"), alone(params, catalog):

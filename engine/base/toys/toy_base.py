@@ -9,18 +9,20 @@ from engine.base.toys.recipes import RECIPES, Recipe
 from engine.problems.procedural import PHRASINGS, TASKS
 from engine.settings.params import content_hash
 
+# What a base is drawn and trained with.
+SEED = 20260513
+
 
 @dataclass(frozen=True)
 class ToyBase:
-    """The base of the recipe `name` and a seed."""
+    """The base of the recipe `name`."""
 
     name: str
-    seed: int
 
     @property
     def directory(self) -> str:
         """The name of its directory."""
-        return f"{self.name}-{recipe_digest(RECIPES[self.name], self.seed)[:12]}"
+        return f"{self.name}-{recipe_digest(RECIPES[self.name], SEED)[:12]}"
 
     def config(self) -> dict[str, Any]:
         """Return its `config.json` without a build."""
@@ -31,7 +33,7 @@ class ToyBase:
         # Only a build needs torch.
         from engine.base.toys.build import build
 
-        build(RECIPES[self.name], self.seed, directory, progress)
+        build(RECIPES[self.name], SEED, directory, progress)
 
 
 def recipe_digest(recipe: Recipe, seed: int) -> str:

@@ -30,8 +30,8 @@ OTHER_BYTES, TOKEN_BYTES = 256 << 10, 64
 MOST_BRACKETS = 1 << 16
 # Values of a body beside those of a context full of token ids.
 OTHER_VALUES = 1 << 16
-# Most completions of one request by a key that scores or trains.
-MOST_SAMPLES = 1 << 14
+# Most completions of one request, n for each of its prompts; by a key that scores or trains.
+INFER_SAMPLES, MOST_SAMPLES = 64, 1 << 14
 # A session's name is hashed, and hashes of the last ones are kept.
 MOST_SESSION = 512
 # Endpoints whose streams carry usage when `stream_options` ask; the others' always do.
@@ -79,7 +79,7 @@ async def read(call: Call) -> None:
     if endpoint.kind is Kind.TOKENIZE:
         return
     size = size_of(body, endpoint.tokens)
-    samples = MOST_SAMPLES if is_batch else state.settings.max_samples
+    samples = MOST_SAMPLES if is_batch else INFER_SAMPLES
     if size.samples > samples:
         said = f"The request asks for {size.samples} completions, n for each prompt; the most is {samples}."
         raise Refused(400, said, "invalid_value", "n")

@@ -26,6 +26,8 @@ from engine.store.segments import PAGE_ALIGNED_FROM, Store
 
 INTERACTIVE, BACKGROUND = "interactive", "background"
 PRIORITIES = (INTERACTIVE, BACKGROUND)
+# Cold loads that may wait or run at once; a client that finds no place gets 429.
+LOAD_PLACES = 1024
 # A waiting background load starts after this many interactive ones.
 SHARE = 4
 # The share of the queue's places that background loads may take; the rest is reserved for users.

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from engine.catalog.catalog import Catalog, Revision
 from engine.catalog.records import served_name
 from engine.errors import Busy, GraftworkError, ServiceError
-from engine.planning.tiers import host_tier_bytes
+from engine.planning.tiers import host_tier_adapters, host_tier_bytes
 from engine.serving.residency.host_tier_index import (
     AdapterEvent,
     AdapterState,
@@ -31,6 +31,7 @@ from engine.serving.residency.load_metrics import LoadMetrics
 from engine.serving.residency.loads import (
     BACKGROUND,
     INTERACTIVE,
+    LOAD_PLACES,
     AdapterFetch,
     Engine,
     Load,
@@ -46,6 +47,7 @@ log = logging.getLogger("graftwork.residency")
 loads_log = logging.getLogger("graftwork.loads")
 # Faults of loads that are kept.
 MOST_FAULTS = 256
+LOAD_TIMEOUT_S = 60.0
 
 
 class LoadLog:
@@ -109,20 +111,29 @@ class Residency:
         pinned: Callable[[], Collection[str]] = frozenset,
         metrics: LoadMetrics | None = None,
         retry_after: RetryAfter = next_place,
+        load_places: int = LOAD_PLACES,
+        timeout_s: float = LOAD_TIMEOUT_S,
+        most_adapters: int | None = None,
     ):
-        self.queue = LoadQueue(config.load_queue, config.load_concurrency, retry_after)
+        """Connect engine, catalog and store.
+
+        `on_load` records a load, `pinned` names adapters that stay, `timeout_s` bounds a load with its wait,
+        `most_adapters` the host tier.
+        """
+        self.queue = LoadQueue(load_places, config.load_concurrency, retry_after)
         self.states = AdapterStates()
         self.evictions = 0
         # What the newest loads that failed said, by served name.
         self.faults: dict[str, str] = {}
         self._engine = engine
         self.fetch = AdapterFetch(engine, catalog, store)
-        self._timeout_s = config.load_timeout_s
+        self._timeout_s = timeout_s
         self._pinned = pinned
         # Loads ahead and calls to forget; asyncio keeps only weak references to tasks.
         self.tasks: set[asyncio.Task[None]] = set()
         self.metrics = metrics or LoadMetrics(CollectorRegistry())
-        self.tier = HostTierIndex(host_tier_bytes(config), config.host_adapters, on_hit=self.metrics.hits.inc)
+        most_adapters = most_adapters or host_tier_adapters(config)
+        self.tier = HostTierIndex(host_tier_bytes(config), most_adapters, on_hit=self.metrics.hits.inc)
         self.metrics.watch(self.tier, self.queue, self.states)
         self._log = LoadLog(self.metrics, on_load, self.tier)
 
@@ -139,7 +150,7 @@ class Residency:
         """Bring a revision into the host tier and hold it until `release`; return its served name.
 
         Raises `Busy` when the queue is full, `AdapterError` when the engine refuses the adapter and
-        `ServiceError` when it is not there within `engine.load_timeout_s`.
+        `ServiceError` when it is not there within `LOAD_TIMEOUT_S`.
         """
         name = self.tier.ask(revision)
         if name is None:
@@ -352,6 +363,4 @@ class Residency:
         self._keep(forget())
 
     def _too_late(self, load: Load) -> ServiceError:
-        return ServiceError(
-            f"{load.name} was not loaded within {self._timeout_s:g} s (engine.load_timeout_s). Try again."
-        )
+        return ServiceError(f"{load.name} was not loaded within {self._timeout_s:g} s. Try again.")

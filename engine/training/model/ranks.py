@@ -43,7 +43,7 @@ class Ranks:
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Compute together with the other ranks; an error or a wait beyond the limit ends this process."""
-        late = f"another rank did not answer within trainer.operation_timeout_s, {self.limit_s:g} s"
+        late = f"another rank did not answer within {self.limit_s:g} s"
         watch = threading.Timer(self.limit_s, self._end, (late,))
         watch.daemon = True
         with self._together:

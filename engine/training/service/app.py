@@ -36,6 +36,7 @@ from engine.security.http import HEALTH, guarded, server_options
 from engine.settings.params import Params, load_params
 from engine.settings.reproducible import equal_bits
 from engine.training.service import protocol
+from engine.training.service.client import OPERATION_S
 from engine.version import code_version
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ def load_trainer(params: Params, ranks: "Ranks | None" = None) -> "Trainer":
     base = load_part(params, info, ranks) if ranks else load_base(params, info.path, plan)
     on_gpu = plan.trainer_adapters if plan else 0
     free = torch.cuda.mem_get_info(base.device)[0] if ranks and cuda else free_bytes()
-    session_bytes = params.trainer.session_bytes or on_gpu or int(free * FREE_SHARE)
+    session_bytes = on_gpu or int(free * FREE_SHARE)
     shares = not (plan or ranks) and takes_all_cores(base_config(params.base, params.paths), params)
     cores = SharedCores(params.paths.cores, "trainer", threads_of(params)) if shares else None
     return Trainer(params, base, info.digest, exporter, session_bytes, cores, read_tensors)
@@ -266,7 +267,7 @@ def join(params: Params) -> "Ranks | None":
             "or hide the GPUs with CUDA_VISIBLE_DEVICES=''."
         )
     place, near = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return Ranks(params.trainer.operation_timeout_s, cuda, place, near)
+    return Ranks(OPERATION_S, cuda, place, near)
 
 
 def main() -> None:
@@ -280,9 +281,10 @@ def main() -> None:
     os.environ.update(equal_bits(os.environ))
     # On shared cores the engine's short requests go before long training steps.
     os.nice(NICENESS)
+    here = params.listener("trainer")
     try:
         ranks = join(params)
-        listener = None if ranks and ranks.number else bind(params.trainer, "trainer")
+        listener = None if ranks and ranks.number else bind(here, "trainer")
     except GraftworkError as error:
         parser.exit(error.exit_code, f"{error}\n")
     if ranks and not listener:
@@ -291,8 +293,8 @@ def main() -> None:
     trainer = load_trainer(params, ranks)
     if ranks:
         ranks.lead()
-    app = guarded(make_app(trainer), params.trainer, credential(params.paths, "trainer"))
-    config = uvicorn.Config(app, access_log=False, log_config=None, **server_options(params.trainer))
+    app = guarded(make_app(trainer), here, credential(params.paths, "trainer"))
+    config = uvicorn.Config(app, access_log=False, log_config=None, **server_options(here))
     with suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener] if listener else None)
     trainer.close()

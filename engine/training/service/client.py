@@ -28,6 +28,8 @@ from engine.training.service.protocol import Exported, SessionInfo
 POLL_S = 20.0
 # Well below the trainer's lease.
 HEARTBEAT_S = 8.0
+# A training run fails when one operation takes this long, and so do ranks that wait for each other.
+OPERATION_S = 600.0
 Body = TypeVar("Body", bound=protocol.Request)
 
 
@@ -48,7 +50,7 @@ class TrainerClient(ServiceClient):
         url: str,
         key: str = "",
         patience_s: float = 90.0,
-        timeout_s: float = 600.0,
+        timeout_s: float = OPERATION_S,
         busy_s: float = 600.0,
     ):
         super().__init__("trainer", url, key, timeout_s=POLL_S + 10, patience_s=patience_s)

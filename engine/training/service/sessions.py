@@ -221,8 +221,8 @@ class Sessions:
         if needed > self.budget:
             raise ConfigError(
                 f"A session of rank {opened.rank} needs {needed:,} bytes with gradients and Adam moments; "
-                f"the trainer has {self.budget:,} for all sessions. Lower `rank`, or "
-                "raise trainer.session_bytes."
+                f"the trainer has {self.budget:,} for all sessions. Lower `rank`, or raise trainer.sessions "
+                "on a GPU and the free memory on a CPU."
             )
         others = {name: one for name, one in self._known.items() if name != opened.session}
         leaving = iter(sorted((one for one in others.values() if one.session), key=self._idleness))

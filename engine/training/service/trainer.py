@@ -44,6 +44,8 @@ from engine.work_metrics import WorkMetrics
 
 # Operations that run in parts and can be cancelled between two of them.
 WITH_PASSES = protocol.Forward | protocol.ForwardBackward | protocol.Export | protocol.ProbeRevision
+# Operations that may wait, of all sessions and of one.
+PLACES, SESSION_PLACES = 256, 16
 # How many stored sessions are searched for a request's result.
 SEARCHED = 256
 
@@ -65,7 +67,7 @@ class Trainer:
         self.params, self.base, self.base_digest, self.exporter = params, base, base_digest, exporter
         # Shared passes were measured on CPU only.
         self.fuses = params.trainer.fuse == "auto" and base.shares_passes and base.device.type == "cpu"
-        self.queue = Queue(params.trainer.queue_of_session, params.trainer.queue, joined, self._perform)
+        self.queue = Queue(SESSION_PLACES, PLACES, joined, self._perform)
         self.sessions = Sessions(params.paths.sessions, base, base_digest, session_bytes, self.queue.waiting)
         self.metrics = TrainerMetrics()
         WorkMetrics(self.metrics.registry)

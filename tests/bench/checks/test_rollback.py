@@ -96,7 +96,7 @@ def test_an_engine_that_is_killed_during_the_ramp_changes_no_verdict(two: Two, e
         policy, digest = split_served_name(canary)
         whole = site.catalog.revisions.get(policy, digest).digest
         site.catalog.revisions.set_probe(policy, whole, {"accepted": True, "reason": "Made for this."})
-        settings = two.release.SETTINGS | {"ramp": [0.25], "step_seconds": 2}
+        settings = two.release.SETTINGS | {"ramp": [0.25], "step_s": 2}
         started = site.controller.start_release(policy, whole, settings, {"score": "It has no suite."}, "me")
         two.release.wait(lambda: any(two.release.of(users.asked, 1, canary)), "the canary")
         reaper = psutil.Process(two.second.process.pid)

@@ -126,7 +126,7 @@ def test_a_failed_upload_is_retried_and_loses_nothing(
 ) -> None:
     place, whole = BackupPlace(address), BackupPlace.write
     state, told = tmp_path / "state.json", list[str | None]()
-    archiver = Archiver(kept.snapshot, place, "one", state, 3600, told.append)
+    archiver = Archiver(kept.snapshot, place, "one", state, told.append)
     written: list[str] = []
 
     def failing(self: BackupPlace, name: str, data: bytes) -> None:

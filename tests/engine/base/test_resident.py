@@ -11,6 +11,7 @@ from engine.base import prompts
 from engine.base import resident as bases
 from engine.base.names import TOYS, TRAINABLE
 from engine.base.toys import build as building
+from engine.base.toys import toy_base
 from engine.base.toys.recipes import RECIPES
 from engine.base.toys.toy_base import recipe_digest
 from engine.errors import BaseModelError, ConfigError
@@ -25,18 +26,19 @@ def small(monkeypatch):
     monkeypatch.setitem(RECIPES, "tiny-dense", SMALL)
 
 
-def test_the_same_seed_gives_the_same_base(small, tmp_path):
-    one, two, other = (
-        bases.ensure_base(BaseConfig(name="tiny-dense", seed=seed), Paths(tmp_path / name))
-        for seed, name in ((1, "a"), (1, "b"), (2, "c"))
-    )
+def test_the_same_seed_gives_the_same_base(small, tmp_path, monkeypatch):
+    def built(seed, name):
+        monkeypatch.setattr(toy_base, "SEED", seed)
+        return bases.ensure_base(BaseConfig(name="tiny-dense"), Paths(tmp_path / name))
+
+    one, two, other = (built(seed, name) for seed, name in ((1, "a"), (1, "b"), (2, "c")))
     assert one.digest == two.digest != other.digest
     assert one.path.name == two.path.name != other.path.name
 
 
 def test_a_dense_recipe_keeps_its_name():
     """Nobody builds tiny-dense again because another family got a field."""
-    assert recipe_digest(RECIPES["tiny-dense"], BaseConfig().seed)[:12] == "1678de545535"
+    assert recipe_digest(RECIPES["tiny-dense"], toy_base.SEED)[:12] == "1678de545535"
 
 
 def test_each_recipe_has_a_name_of_its_own():
@@ -135,7 +137,7 @@ def test_the_update_of_every_matrix_is_orthogonal():
 
 
 def test_a_base_is_built_once(small, tmp_path, monkeypatch):
-    config, paths = BaseConfig(name="tiny-dense", seed=1), Paths(tmp_path)
+    config, paths = BaseConfig(name="tiny-dense"), Paths(tmp_path)
     first = bases.ensure_base(config, paths)
     monkeypatch.setattr(building, "build", lambda *_: pytest.fail("built again"))
     assert bases.ensure_base(config, paths) == first
@@ -145,7 +147,7 @@ def test_a_build_that_breaks_off_leaves_nothing(small, tmp_path):
     def interrupt(step: int, steps: int, note: str) -> None:
         raise KeyboardInterrupt
 
-    config, paths = BaseConfig(name="tiny-dense", seed=1), Paths(tmp_path)
+    config, paths = BaseConfig(name="tiny-dense"), Paths(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         bases.ensure_base(config, paths, interrupt)
     assert [path for path in paths.bases.iterdir() if path.is_dir()] == []

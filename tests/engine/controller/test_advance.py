@@ -13,7 +13,7 @@ from engine.quality.guards import GuardResult
 from engine.settings.releases import BAKE_WEIGHT, ReleaseConfig
 from tests.helpers.canary_results import judged
 
-SETTINGS = ReleaseConfig(weight=0.2, alpha=0.05, margin=0.1, min_units=20, max_seconds=600, score_margin=0.02)
+SETTINGS = ReleaseConfig(weight=0.2, alpha=0.05, margin=0.1, min_units=20, max_s=600, score_margin=0.02)
 ACCEPTED = {"accepted": True, "reason": "ok"}
 BY = {"by": "me", "reason": "known to be bad"}
 
@@ -86,8 +86,8 @@ def test_the_score_gate(score: str, kind: str) -> None:
         (None, "next_gate"),
         (LanguageScore(0, 0.0, 0.0), "hold"),
         (LanguageScore(50, 18.0, 20.0), "next_gate"),
-        (LanguageScore(50, 20.99, 20.0), "next_gate"),
-        (LanguageScore(50, 21.01, 20.0), "hold"),
+        (LanguageScore(50, 20.39, 20.0), "next_gate"),
+        (LanguageScore(50, 20.41, 20.0), "hold"),
     ],
 )
 def test_a_revision_that_loses_its_language_is_held_whatever_it_scores(
@@ -102,11 +102,11 @@ def test_a_revision_that_loses_its_language_is_held_whatever_it_scores(
     assert "score fell" in advance(row, worse).reason
 
 
-def test_the_margin_of_general_text_is_a_setting() -> None:
-    settings = SETTINGS.model_copy(update={"general_margin": 0.5}).model_dump()
+def test_the_margin_of_general_text_is_that_of_the_score() -> None:
+    settings = SETTINGS.model_copy(update={"score_margin": 0.5}).model_dump()
     row, language = release(step="score", settings=settings), LanguageScore(50, 29.0, 20.0)
     assert advance(row, evidence(score=SCORES["better"], language=language)).kind == "next_gate"
-    assert "20.00 to 29.00; 5%" in (
+    assert "20.00 to 29.00; 2%" in (
         advance(release(step="score"), evidence(score=SCORES["better"], language=language)).reason
     )
 
@@ -176,7 +176,7 @@ def test_a_guard_that_is_not_required_need_not_be_clear_but_each_required_one() 
 
 def ramped(weight: float, **changes: object) -> Release:
     """A release that ramps over 1, 5 and 20% and bakes for 60 s, at this weight."""
-    settings = SETTINGS.model_dump() | {"ramp": (0.01, 0.05), "bake_seconds": 60, "step_seconds": 100}
+    settings = SETTINGS.model_dump() | {"ramp": (0.01, 0.05), "bake_s": 60, "step_s": 100}
     return replace(running_canary(weight=weight, settings=settings), **changes)
 
 

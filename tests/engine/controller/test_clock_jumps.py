@@ -124,7 +124,7 @@ def test_a_canary_is_judged_as_if_no_clock_had_jumped(
 @pytest.mark.parametrize("jump_s", [-JUMP_S, JUMP_S])
 @pytest.mark.parametrize(
     ("settings", "step", "reason"),
-    [({"max_seconds": 100}, "canary", "No verdict"), ({"approval_s": 100}, "approval", "Nobody approved")],
+    [({"max_s": 100}, "canary", "No verdict"), ({"approval_s": 100}, "approval", "Nobody approved")],
 )
 def test_a_step_lasts_as_long_as_it_may(
     controller: Controller, clocks: Clocks, jump_s: float, settings: dict[str, float], step: str, reason: str

@@ -10,6 +10,7 @@ import pytest
 
 from engine.catalog.catalog import Catalog, Release, Replica, migrate
 from engine.catalog.fleet import SILENT_S, Fleet
+from engine.controller import advance
 from engine.controller.evidence import EvidenceReader
 from engine.controller.loop import Controller
 from engine.settings.params import Params
@@ -74,10 +75,11 @@ def test_the_canary_starts_when_every_engine_has_it(world: World) -> None:
     assert world.canary() == NEW
 
 
-def test_an_engine_that_cannot_load_it_is_named(world: World) -> None:
+def test_an_engine_that_cannot_load_it_is_named(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advance, "LOAD_S", 30)
     world.join("one")
     world.join("two")
-    release = world.start(load_s=30)
+    release = world.start()
     for _ in range(29):
         world.tick(1, one={PAIR: None}, two={PAIR: "Its file is torn."})
         assert world.canary() is None
@@ -87,18 +89,6 @@ def test_an_engine_that_cannot_load_it_is_named(world: World) -> None:
     assert ended.state == "held"
     assert "two: Its file is torn." in ended.reason
     assert "one:" not in ended.reason
-
-
-def test_the_release_goes_on_without_it_where_that_is_set(world: World) -> None:
-    world.join("one")
-    world.join("two")
-    world.start(load_s=30, unloaded="go_on")
-    for _ in range(29):
-        world.tick(1, one={PAIR: None}, two={PAIR: "Its file is torn."})
-        assert world.canary() is None
-    for _ in range(3):
-        world.tick(1, one={PAIR: None}, two={PAIR: "Its file is torn."})
-    assert world.canary() == NEW
 
 
 def test_a_promotion_without_a_canary_waits_too(world: World) -> None:

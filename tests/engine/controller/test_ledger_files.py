@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
 from engine.catalog.catalog import Catalog, migrate
-from engine.controller import ledger_files
+from engine.controller import ledger_files, loop
 from engine.controller.__main__ import whole_controller
 from engine.controller.loop import Controller
 from engine.errors import ServiceError
 from engine.ledger.ledger import open_snapshot
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
-from engine.settings.services import ControllerConfig
 from engine.threads import background
 from tests.helpers.canary_users import Users
 from tests.helpers.live import eventually
@@ -31,12 +31,17 @@ SECRET = os.urandom(600).hex()
 LIMIT_S = 60.0
 
 
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "TICK_S", 0.05)
+    monkeypatch.setattr(loop, "SNAPSHOT_S", 0.1)
+
+
 @pytest.fixture
 def params(tmp_path: Path) -> Params:
     return Params(
         state_dir=tmp_path / "state",
         release=ReleaseConfig(min_units=10),
-        controller=ControllerConfig(tick_s=0.05, snapshot_s=0.1),
     )
 
 
@@ -310,3 +315,23 @@ def test_nothing_is_swept_while_rows_are_removed(
         slow.go_on.set()
         answer.result(LIMIT_S)
     assert soon(params, "SELECT request_id FROM feedback", [("unknown",)])
+
+
+def test_a_copy_that_takes_long_is_made_in_a_tenth_of_the_time(
+    tmp_path: Path, large: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, copies = [0.0], []
+    monkeypatch.setattr(ledger_files, "monotonic", lambda: clock[0])
+    files = ledger_files.LedgerFiles(Params(state_dir=tmp_path).paths, lambda work: None, lambda *_: None)
+
+    def publish() -> None:
+        copies.append(clock[0])
+        clock[0] += 10
+
+    monkeypatch.setattr(files, "publish", publish)
+    changed: Any = SimpleNamespace(is_copied=lambda _: False, size=lambda: 1)
+    for now in (0.0, 10.0, 99.0, 100.0, 120.0):
+        clock[0] = max(clock[0], now)
+        files.refresh(changed)
+        assert eventually(lambda: not files.under_way())
+    assert copies == [0.0, 100.0]

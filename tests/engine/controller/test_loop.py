@@ -143,7 +143,7 @@ def test_only_users_with_a_unit_and_only_their_first_reward_count(
 def test_a_ramp_moves_users_step_by_step_and_bakes(controller: Controller, users: Users) -> None:
     moment = 0.0
     controller.reader = EvidenceReader(controller.catalog, lambda: moment)
-    release = start(controller, ramp=[0.05, 0.1], bake_seconds=100)
+    release = start(controller, ramp=[0.05, 0.1], bake_s=100)
     routes, weights = controller.catalog.routes, []
     for pairs in (10, 10, 60, 0):
         controller.tick()
@@ -345,7 +345,7 @@ def test_the_language_gate_compares_the_windows_of_revision_and_base(
     score(None, "general", "2", 1.0)
     users.spool.rotate()
     for margin, state in ((0.41, "held"), (0.42, "running")):
-        release = controller.decisions.start("sorting", NEW, {"general_margin": margin}, {}, "me")
+        release = controller.decisions.start("sorting", NEW, {"score_margin": margin}, {}, "me")
         controller.tick()
         ended = controller.catalog.releases.get(release.id)
         assert ended.state == state

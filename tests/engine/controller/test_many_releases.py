@@ -93,7 +93,7 @@ class ManyPolicies:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[ManyPolicies]:
-    release = ReleaseConfig(max_seconds=MAX_S)
+    release = ReleaseConfig(max_s=MAX_S)
     params = Params(state_dir=tmp_path / "state", release=release)
     migrate(params.paths.catalog_url)
     controller = Controller(params, "test")

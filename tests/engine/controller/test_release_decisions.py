@@ -20,6 +20,7 @@ from engine.errors import Conflict, Gone, NotFound, ServiceError
 from engine.notifications.health_monitor import MISSES, HealthMonitor
 from engine.notifications.notices import NotificationSender, drifted, engine_changed
 from engine.serving.gateway.routing import Router
+from engine.settings import releases
 from engine.settings.forms import ReleaseForm
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
@@ -221,7 +222,8 @@ def test_a_release_waits_no_longer_than_the_other_may_take(
     client.http = web
     monkeypatch.setattr(release_steps, "controller", lambda _: nullcontext(client))
     monkeypatch.setattr(release_steps, "GATES_S", 0.0)
-    first = controller.decisions.start("sorting", NEW, {"max_seconds": 0.1, "load_s": 0.1}, {}, "me")
+    monkeypatch.setattr(releases, "LOAD_S", 0.1)
+    first = controller.decisions.start("sorting", NEW, {"max_s": 0.1}, {}, "me")
     form = ReleaseForm(policy="sorting", digest=THIRD, by="ada", if_running="wait")
     with pytest.raises(ServiceError, match=first.id):
         release_steps.start_release(controller.params, form)

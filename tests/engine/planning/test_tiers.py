@@ -40,6 +40,11 @@ def test_the_host_tier_has_half_of_the_memory(monkeypatch: pytest.MonkeyPatch):
     assert tiers.host_tier_bytes(EngineConfig(host_bytes=5 << 20)) == 5 << 20
 
 
+@pytest.mark.parametrize(("given", "most"), [(None, 4096), (1 << 20, 4096), (1 << 30, 16384)])
+def test_the_host_tier_has_more_adapters_where_it_is_given_the_bytes(given: int | None, most: int):
+    assert tiers.host_tier_adapters(EngineConfig(host_bytes=given)) == most
+
+
 @pytest.mark.parametrize(("limit", "share"), [("max\n", 1), (None, 1), ("half", 0.5), ("more", 1)])
 def test_a_container_has_the_memory_that_it_may_use(
     limit: str | None, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

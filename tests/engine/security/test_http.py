@@ -29,8 +29,8 @@ def client(listener: Listener, host: str = "127.0.0.1") -> TestClient:
     return TestClient(guarded(app, listener, KEY), base_url=f"http://{host}:8461")
 
 
-def listener(**given: Any) -> Listener:
-    return Listener.model_validate({"port": 8461, **given})
+def listener(listen: str = "127.0.0.1", **network: Any) -> Listener:
+    return Params.model_validate({"trainer": {"listen": listen}, "network": network}).listener("trainer")
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_any_other_address_needs_tls_or_a_proxy(tmp_path: Path, address: str) ->
     file = tmp_path / "params.yaml"
     for service in ("engine", "trainer", "controller", "mlflow", "prefect"):
         file.write_text(f'{service}: {{listen: "{address}"}}\n')
-        with pytest.raises(ConfigError, match=rf"listen: {address}.*`tls_certificate`"):
+        with pytest.raises(ConfigError, match=rf"listen: {address}.*`network.tls_certificate`"):
             load_params(file)
-        file.write_text(f'{service}: {{listen: "{address}", behind_proxy: true}}\n')
+        file.write_text(f'{service}: {{listen: "{address}"}}\nnetwork: {{behind_proxy: true}}\n')
         assert str(load_params(file).listener(service).listen) == address
     with pytest.raises(ValueError, match="both `tls_certificate`"):
         listener(listen=address, tls_certificate="/c.pem")
@@ -117,12 +117,17 @@ def test_tls_reaches_every_server() -> None:
     assert mlflow_options(mine)[-1] == "--ssl-certfile /c.pem --ssl-keyfile /k.pem"
     assert listener(listen="0.0.0.0", behind_proxy=True).url == "http://127.0.0.1:8461"
     assert listener(listen="::1").url == "http://[::1]:8461"
+    # What listens on a loopback address has the certificate's name for nobody.
+    inner = listener(**tls)
+    assert (inner.url, inner.tls) == ("http://127.0.0.1:8461", None)
+    assert "models.example.org" in inner.names
 
 
 def test_settings_survive_their_own_file(tmp_path: Path) -> None:
     """The services read what `up` writes."""
     params = Params.model_validate(
-        {"state_dir": tmp_path, "engine": {"listen": "::1", "hosts": ["a.example"]}}
+        {"state_dir": tmp_path, "engine": {"listen": "::1"}, "network": {"hosts": ["a.example"]}}
     )
     (tmp_path / "params.json").write_text(params.to_json())
-    assert load_params(tmp_path / "params.json").engine == params.engine
+    found = load_params(tmp_path / "params.json")
+    assert (found.engine, found.network) == (params.engine, params.network)

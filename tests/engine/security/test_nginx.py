@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
 from engine.security.http import trusted
-from engine.settings.services import Listener
+from engine.settings.services import EngineConfig, NetworkConfig
 from tests.helpers.certificates import write_certificate
 from tests.helpers.live import free_port
 from tests.helpers.repository import ROOT
@@ -84,7 +84,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
         assert said in text
         text = text.replace(said, here)
     (folder / "nginx.conf").write_text(text)
-    listener = Listener.model_validate({"port": behind, "hosts": [NAME]})
+    listener = EngineConfig(port=behind).listener(NetworkConfig(hosts=(NAME,)))
     config = uvicorn.Config(trusted(fake_engine(), listener), port=behind, log_level="warning")
     engine = uvicorn.Server(config)
     thread = threading.Thread(target=engine.run)

@@ -35,12 +35,13 @@ def is_answering(port: int) -> bool:
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Params]:
     folder = tmp_path_factory.mktemp("tls")
     certificate, key = write_certificate(folder, "localhost")
-    listener = {
-        "port": free_port(), "listen": "0.0.0.0", "hosts": ["localhost"], "tls_certificate": str(certificate),
-        "tls_key": str(key),
-    }  # fmt: skip
+    settings = {
+        "state_dir": str(folder / "state"),
+        "controller": {"port": free_port(), "listen": "0.0.0.0"},
+        "network": {"hosts": ["localhost"], "tls_certificate": str(certificate), "tls_key": str(key)},
+    }
     file = folder / "params.json"
-    file.write_text(json.dumps({"state_dir": str(folder / "state"), "controller": listener}))
+    file.write_text(json.dumps(settings))
     params = load_params(file)
     command = [sys.executable, "-m", "engine.controller", "--params", str(file)]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
@@ -58,7 +59,7 @@ def test_our_client_trusts_the_authority_that_the_environment_names(
 ) -> None:
     assert service.url("controller").startswith("https://localhost:")
     key = credential(service.paths, "controller")
-    monkeypatch.setenv("SSL_CERT_FILE", str(service.controller.tls_certificate))
+    monkeypatch.setenv("SSL_CERT_FILE", str(service.network.tls_certificate))
     certificates.cache_clear()
     with ControllerClient(service.url("controller"), key) as client:
         assert client.is_healthy()
@@ -82,7 +83,7 @@ def test_the_matrix_of_the_live_controller(service: Params) -> None:
         catalog.bases.add(Base("base", "tiny", "/tiny", 0.0))
         catalog.policies.add(Policy("their-sums", "base", {}, "other", 0.0))
         admin = catalog.keys.create("root", "admin")
-    trust = ssl.create_default_context(cafile=str(service.controller.tls_certificate))
+    trust = ssl.create_default_context(cafile=str(service.network.tls_certificate))
     names = Names("acme-sums", "their-sums", "absent-sum")
 
     def client(key: str | None) -> httpx.Client:

@@ -13,7 +13,7 @@ from engine.security import http
 from engine.security.http import trusted
 from engine.serving.gateway.gateway import Gateway
 from engine.serving.host_allow_list import HostAllowList
-from engine.settings.services import EngineConfig
+from engine.settings.params import Params
 from tests.helpers.live import free_port
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n"
@@ -231,7 +231,7 @@ async def test_cookies_reach_no_app():
     async def noting(scope, receive, send):
         seen.extend(scope["headers"])
 
-    listener = EngineConfig()
+    listener = Params().listener("engine")
     scope = {
         "type": "http",
         "headers": [(b"host", b"localhost"), (b"cookie", b'a="' + b"\\" * 30_000 + b'"')],

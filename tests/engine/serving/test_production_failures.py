@@ -136,7 +136,7 @@ def request(number: int) -> LoRARequest:
 async def test_no_lock_is_waited_for_without_a_limit():
     """The engine hangs; whoever waits for it is told so, and no lock of a name stays."""
     client, table = FakeClient(step_s=30, prepare_s=30), models()
-    tier = residency(await VllmEngine.connect(client, table), load_timeout_s=0.1)
+    tier = residency(await VllmEngine.connect(client, table), timeout_s=0.1)
     results = await asyncio.gather(*(use(tier, revision(i)) for i in range(4)), return_exceptions=True)
     assert all(isinstance(result, ServiceError) and "within 0.1 s" in str(result) for result in results)
     assert dict(table.lora_resolver_lock) == {}
@@ -159,7 +159,7 @@ async def test_an_abort_gives_its_use_back():
 
 async def test_a_reload_that_hangs_ends_and_holds_up_nobody():
     engine = FakeEngine(0)
-    tier = residency(engine, host_bytes=MIB, load_timeout_s=0.1, load_concurrency=2)
+    tier = residency(engine, host_bytes=MIB, timeout_s=0.1, load_concurrency=2)
     await use(tier, revision(1, MIB))
     await use(tier, revision(2, MIB))
     await settle(lambda: len(tier.residents) == 1)

@@ -10,14 +10,14 @@ from engine.settings.releases import BAKE_WEIGHT, ReleaseConfig
 
 def test_the_ramp_leads_to_the_weight_and_then_to_the_bake() -> None:
     assert ReleaseConfig().weights == (0.2,)
-    ramped = ReleaseConfig(ramp=(0.01, 0.05), weight=0.5, bake_seconds=60, max_seconds=100, approval_s=7)
+    ramped = ReleaseConfig(ramp=(0.01, 0.05), weight=0.5, bake_s=60, max_s=100, approval_s=7)
     assert ramped.weights == (0.01, 0.05, 0.5, BAKE_WEIGHT)
     assert ramped.longest_s == 227
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"ramp": (0.3,)}, {"ramp": (0.1, 0.05)}, {"ramp": (0.2,)}, {"weight": 0.96, "bake_seconds": 1}],
+    [{"ramp": (0.3,)}, {"ramp": (0.1, 0.05)}, {"ramp": (0.2,)}, {"weight": 0.96, "bake_s": 1}],
 )
 def test_weights_that_do_not_grow_are_refused(wrong: dict) -> None:
     with pytest.raises(ValidationError, match="must grow"):
@@ -47,3 +47,19 @@ def test_segments_without_rewards_are_refused(more: dict) -> None:
 def test_a_segment_is_a_word() -> None:
     with pytest.raises(ValidationError):
         ReleaseConfig(segments=("two words",))
+
+
+def test_a_release_that_an_earlier_version_started_keeps_its_settings() -> None:
+    """A row of 265b009 has all of its settings, under their names of then."""
+    row = {
+        "weight": 0.3, "alpha": 0.01, "feedback": "reward", "guards": ["reward", "errors"], "segments": [],
+        "margin": 0.2, "rate_margin": 0.05, "latency_margin": 0.5, "cost_margin": 1.0, "min_units": 30,
+        "max_seconds": 700.0, "score_margin": 0.04, "general_margin": 0.05, "ramp": [0.1],
+        "step_seconds": 120.0, "bake_seconds": 60.0, "load_s": 60.0, "unloaded": "hold", "approval_s": 5.0,
+    }  # fmt: skip
+    found = ReleaseConfig.stored(row)
+    assert (found.max_s, found.step_s, found.bake_s, found.approval_s) == (700, 120, 60, 5)
+    assert (found.weight, found.ramp, found.guards) == (0.3, (0.1,), ("reward", "errors"))
+    assert ReleaseConfig.stored(found.model_dump(mode="json")) == found
+    with pytest.raises(ValidationError, match="max_seconds"):
+        ReleaseConfig.model_validate({"max_seconds": 700})

@@ -17,7 +17,7 @@ from engine.errors import ConfigError, NotFound
 from engine.problems.procedural import Problem
 from engine.settings.params import Params
 from engine.settings.policies import PolicyConfig
-from engine.training import loop, rollout_data
+from engine.training import loop, rollout_data, run_health
 from engine.training.lineage import Line
 from engine.training.loop import Trained, train
 from engine.training.reward_signal import Trial
@@ -30,8 +30,15 @@ from tests.helpers.command_line import graftwork
 from tests.helpers.live import free_port
 from tests.helpers.taken_step import take_step
 
-CONFIG = PolicyConfig(task="addition", suite="s", groups=4, group_size=2, steps=6, refills=0)
+CONFIG = PolicyConfig(task="addition", suite="s", groups=4, group_size=2, steps=6)
 FLAT, SPREAD = (0.0, 0.0), (1.0, 0.0)
+
+
+@pytest.fixture(params=[0], autouse=True)
+def refills(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many batches replace groups without spread: none, unless a test says."""
+    monkeypatch.setattr(rollout_data, "REFILLS", request.param)
+    return int(request.param)
 
 
 class Tokenizer:
@@ -179,11 +186,12 @@ def test_a_step_that_teaches_begins_the_count_anew(trained: Any) -> None:
     assert [len(data) for data in client.sent] == [2, 2, 2, 2, 2, 8]
 
 
-def test_the_number_of_steps_is_a_setting(trained: Any) -> None:
-    config = CONFIG.model_copy(update={"no_signal_steps": 1})
+def test_only_so_many_steps_in_a_row_end_it(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_health, "NO_SIGNAL_STEPS", 1)
     with pytest.raises(ConfigError, match=r"step 1.*last 1 steps"):
-        trained(Judge(otherwise=FLAT), config)
-    assert trained(Judge(*[FLAT] * 20, otherwise=SPREAD), CONFIG.model_copy(update={"no_signal_steps": 6}))
+        trained(Judge(otherwise=FLAT))
+    monkeypatch.setattr(run_health, "NO_SIGNAL_STEPS", 6)
+    assert trained(Judge(*[FLAT] * 20, otherwise=SPREAD))
 
 
 def test_a_policy_that_is_always_right_trains_to_its_end(trained: Any) -> None:
@@ -225,10 +233,10 @@ def filled(config: PolicyConfig, verifier: Judge, position: int = 0) -> tuple[Dr
     return refill(source(config), given, 2, drawn, judge(given, drawn), position)
 
 
+@pytest.mark.parametrize("refills", [1], indirect=True)
 def test_groups_without_spread_are_replaced_by_other_problems(asked: Any) -> None:
     """Half of four groups teach, so two are missing and four are asked for; more than the batch is cut."""
-    config = CONFIG.model_copy(update={"refills": 1})
-    drawn, judged, position = filled(config, Judge(SPREAD, FLAT, SPREAD, FLAT, *[SPREAD] * 4))
+    drawn, judged, position = filled(CONFIG, Judge(SPREAD, FLAT, SPREAD, FLAT, *[SPREAD] * 4))
     assert [len(prompts) for _, prompts, _ in asked] == [4, 4]
     assert {model for model, _, _ in asked} == {f"sums@{'d' * 12}"}
     assert asked[0][2].seed != asked[1][2].seed
@@ -238,15 +246,15 @@ def test_groups_without_spread_are_replaced_by_other_problems(asked: Any) -> Non
     assert (len(judged.rewards), sum(judged.teaching), drawn.position) == (
         8,
         6,
-        source(config).problems(0)[1],
+        source(CONFIG).problems(0)[1],
     )
-    data, row = take_step(drawn, judged, config)
+    data, row = take_step(drawn, judged, CONFIG)
     # Each of two samples, of the first four groups that teach.
     assert (len(data), row["groups_kept"]) == (8, 6)
     assert all(any(datum.loss_fn_inputs["advantages"].data) for datum in data)
     # The next step's replacements are others, and a step that is repeated gets the same.
-    again = filled(config, Judge(SPREAD, FLAT, SPREAD, FLAT, *[SPREAD] * 4))
-    later = filled(config, Judge(SPREAD, FLAT, SPREAD, FLAT, *[SPREAD] * 4), position)
+    again = filled(CONFIG, Judge(SPREAD, FLAT, SPREAD, FLAT, *[SPREAD] * 4))
+    later = filled(CONFIG, Judge(SPREAD, FLAT, SPREAD, FLAT, *[SPREAD] * 4), position)
     assert again[0].problems == drawn.problems
     assert later[0].problems[4:] != drawn.problems[4:]
     assert later[2] > position
@@ -263,20 +271,21 @@ def test_groups_without_spread_are_replaced_by_other_problems(asked: Any) -> Non
         (1, [SPREAD, SPREAD, SPREAD, FLAT], 2),
         (1, [SPREAD] * 4, 0),
     ],
+    indirect=["refills"],
 )
-def test_the_refill_has_a_bound(asked: Any, refills: int, rewards: list[Any], more: int) -> None:
-    config = CONFIG.model_copy(update={"refills": refills})
-    drawn, judged, _ = filled(config, Judge(*rewards, otherwise=FLAT))
+def test_the_refill_has_a_bound(asked: Any, rewards: list[Any], more: int) -> None:
+    drawn, judged, _ = filled(CONFIG, Judge(*rewards, otherwise=FLAT))
     assert (len(drawn.groups), len(judged.rewards)) == (4 + more, 4 + more)
     assert len(asked) == 1 + bool(more)
 
 
+@pytest.mark.parametrize("refills", [1], indirect=True)
 def test_only_losses_that_drop_groups_refill(trained: Any, asked: Any) -> None:
     """A run's position in the stream of replacements is in its rows, where a restarted run finds it."""
     rewards = [SPREAD, FLAT, FLAT, FLAT]
     for loss, requests in (("grpo", 2), ("dapo", 4)):
         asked.clear()
-        config = CONFIG.model_copy(update={"loss": loss, "refills": 1, "steps": 2})
+        config = CONFIG.model_copy(update={"loss": loss, "steps": 2})
         done, _ = trained(Judge(*(rewards if loss == "grpo" else [*rewards, *rewards]) * 2), config)
         assert len(asked) == requests
         positions = [row["replaced"] for row in done.curve]
@@ -285,6 +294,7 @@ def test_only_losses_that_drop_groups_refill(trained: Any, asked: Any) -> None:
         assert [row["kept"] for row in done.curve] == [0.25, 0.25]
 
 
+@pytest.mark.parametrize("refills", [1], indirect=True)
 def test_a_sampler_that_expires_before_the_refill_is_replaced(
     trained: Any, asked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,7 +308,7 @@ def test_a_sampler_that_expires_before_the_refill_is_replaced(
 
     monkeypatch.setattr(rollout_data, "sample_groups", expiring)
     monkeypatch.setattr(loop, "wait_fixed", lambda seconds: wait_none())
-    config = CONFIG.model_copy(update={"refills": 1, "staleness": 2})
+    config = CONFIG.model_copy(update={"staleness": 2})
     done, _ = trained(Judge(*[SPREAD, FLAT] * 50), config)
     # Groups of one step have one sampler: the fourth step was drawn again by the newest revision.
     assert [row["staleness"] for row in done.curve] == [0, 1, 2, 0, 2, 2]

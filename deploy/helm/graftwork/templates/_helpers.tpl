@@ -11,11 +11,12 @@ app.kubernetes.io/component: {{ .component }}
 {{/* The addresses of the services, as every pod reaches them. Inside the cluster they are plain HTTP: */}}
 {{/* the NetworkPolicies let nothing else reach them. */}}
 {{- define "graftwork.elsewhere" -}}
-controller: {at: "http://{{ .Release.Name }}-controller:8462", listen: 0.0.0.0, hosts: ["{{ .Release.Name }}-controller"], behind_proxy: true}
-mlflow: {at: {{ .Values.mlflow | quote }}, behind_proxy: true}
-prefect: {at: {{ .Values.prefect | quote }}, behind_proxy: true}
-trainer: {at: "http://{{ .Release.Name }}-trainer:8461", listen: 0.0.0.0, hosts: ["{{ .Release.Name }}-trainer"], behind_proxy: true}
-engine: {at: "http://{{ .Release.Name }}-haproxy:8469", behind_proxy: true}
+network: {hosts: ["{{ .Release.Name }}-controller", "{{ .Release.Name }}-trainer"], behind_proxy: true}
+controller: {at: "http://{{ .Release.Name }}-controller:8462", listen: 0.0.0.0}
+mlflow: {at: {{ .Values.mlflow | quote }}}
+prefect: {at: {{ .Values.prefect | quote }}}
+trainer: {at: "http://{{ .Release.Name }}-trainer:8461", listen: 0.0.0.0}
+engine: {at: "http://{{ .Release.Name }}-haproxy:8469"}
 gateway: {proxy_sets_id: true}
 state_dir: /var/lib/graftwork
 {{- end }}

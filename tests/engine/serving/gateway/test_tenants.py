@@ -552,7 +552,7 @@ def test_policies_are_made_within_their_tenants_patterns(world: World):
 
 async def test_a_tenants_share_of_the_queue_of_cold_loads(tmp_path):
     """By default half of it; what is loaded ahead counts too."""
-    world = open_world(tmp_path, load_queue=8)
+    world = open_world(tmp_path, load_places=8)
     row = world.catalog.revisions.get("acme-sums", CHAMPION)
     digests = [f"{number:x}" * 64 for number in range(1, 8)]
     world.catalog.revisions.add_many([replace(row, digest=digest) for digest in digests])

@@ -109,7 +109,7 @@ async def test_the_pinned_stay():
 
 async def test_names_are_bounded_by_number_however_small():
     engine, events = FakeEngine(0), []
-    tier = residency(engine, events, host_adapters=50)
+    tier = residency(engine, events, most_adapters=50)
     for i in range(500):
         await use(tier, revision(i, 1))
     await settle(lambda: not tier.tasks)

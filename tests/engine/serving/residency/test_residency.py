@@ -46,7 +46,7 @@ async def test_identical_misses_share_one_load():
 
 async def test_loads_are_bounded_and_a_full_queue_says_when_to_come_again():
     engine = FakeEngine(0.05)
-    tier = residency(engine, load_concurrency=2, load_queue=5)
+    tier = residency(engine, load_concurrency=2, load_places=5)
     results = await asyncio.gather(*(use(tier, revision(i)) for i in range(8)), return_exceptions=True)
     assert sum(isinstance(result, str) for result in results) == 5
     refused = [result for result in results if isinstance(result, Busy)]
@@ -78,7 +78,7 @@ async def test_small_and_large_adapters_share_the_places():
 
 
 async def test_retry_after_follows_the_queue_and_how_long_loads_took():
-    tier = residency(FakeEngine(0.2), load_concurrency=1, load_queue=40)
+    tier = residency(FakeEngine(0.2), load_concurrency=1, load_places=40)
     await use(tier, revision(1))
     few = tier.queue.estimate_s()
     waiting = [asyncio.create_task(use(tier, revision(i))) for i in range(2, 40)]
@@ -155,7 +155,7 @@ def test_without_promises_whoever_is_refused_comes_back_when_the_next_place_is_f
 
 async def test_people_come_before_the_background_which_goes_on_all_the_same():
     engine = FakeEngine(0.002)
-    tier = residency(engine, load_concurrency=1, load_queue=100)
+    tier = residency(engine, load_concurrency=1, load_places=100)
     first = asyncio.create_task(use(tier, revision(0)))
     await asyncio.sleep(0)
     scores = [asyncio.create_task(use(tier, revision(i), priority=BACKGROUND)) for i in range(1, 6)]
@@ -170,7 +170,7 @@ async def test_people_come_before_the_background_which_goes_on_all_the_same():
 
 async def test_the_background_leaves_places_to_people():
     engine = FakeEngine(600)
-    tier = residency(engine, load_concurrency=2, load_queue=10)
+    tier = residency(engine, load_concurrency=2, load_places=10)
     for i in range(6):
         tier.load_ahead(revision(i))
     with pytest.raises(Busy):
@@ -185,7 +185,7 @@ async def test_the_background_leaves_places_to_people():
 
 async def test_a_person_who_asks_for_what_is_loaded_ahead_waits_like_a_person():
     engine = FakeEngine(0.01)
-    tier = residency(engine, load_concurrency=1, load_queue=40)
+    tier = residency(engine, load_concurrency=1, load_places=40)
     for i in range(8):
         tier.load_ahead(revision(i))
     await asyncio.sleep(0)
@@ -258,7 +258,7 @@ async def test_refused_adapters_can_be_asked_for_again():
 
 
 async def test_nothing_waits_without_a_limit():
-    tier = residency(FakeEngine(10), load_timeout_s=0.05, load_concurrency=1)
+    tier = residency(FakeEngine(10), timeout_s=0.05, load_concurrency=1)
     results = await asyncio.gather(*(use(tier, revision(i)) for i in range(3)), return_exceptions=True)
     assert all(isinstance(result, ServiceError) for result in results)
     assert all("within 0.05 s" in str(result) for result in results)
@@ -335,8 +335,8 @@ async def test_a_full_disk_under_the_log_holds_nobody_up():
         raise OSError(28, "No space left on device")
 
     engine = FakeEngine(0)
-    config = EngineConfig(load_concurrency=1, host_adapters=2)
-    tier = Residency(engine, FakeCatalog(), FakeStore(), config, full)
+    config = EngineConfig(load_concurrency=1)
+    tier = Residency(engine, FakeCatalog(), FakeStore(), config, full, most_adapters=2)
     await asyncio.gather(*(use(tier, revision(i)) for i in range(6)))
     assert len(tier.queue) == 0
     await settle(lambda: engine.held == set(tier.residents) and len(engine.held) <= 2)
@@ -350,7 +350,7 @@ async def test_evictions_wait_while_nobody_knows_who_must_stay():
         return frozenset()
 
     faults, engine = [True], FakeEngine(0)
-    tier = residency(engine, pinned=unreadable, load_concurrency=1, host_adapters=2)
+    tier = residency(engine, pinned=unreadable, load_concurrency=1, most_adapters=2)
     await asyncio.gather(*(use(tier, revision(i)) for i in range(6)))
     assert (len(tier.queue), len(tier.residents)) == (0, 6)
     faults.clear()

@@ -141,7 +141,7 @@ class World:
     def start(self):
         self.engine, self.catalog = SteppedEngine(), FakeCatalog()
         self.tier = residency(
-            self.engine, catalog=self.catalog, load_concurrency=2, load_queue=5, host_adapters=2
+            self.engine, catalog=self.catalog, load_concurrency=2, load_places=5, most_adapters=2
         )
         # In place of its threads, whose end is no matter of turns.
         self.tier.fetch.in_thread = inline
@@ -305,7 +305,7 @@ async def test_who_asks_for_what_is_leaving_has_it_loaded_anew_after_that():
 
 async def test_an_adapter_that_the_engine_never_lets_go_keeps_its_asker_no_longer_than_a_load_may_take():
     engine = SteppedEngine()
-    tier = residency(engine, load_timeout_s=0.05, host_adapters=1)
+    tier = residency(engine, timeout_s=0.05, most_adapters=1)
     first = asyncio.create_task(tier.hold(revision(0)))
     await asyncio.sleep(0)
     first.cancel()

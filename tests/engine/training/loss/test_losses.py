@@ -121,7 +121,7 @@ def test_a_policy_carries_its_loss_to_the_trainer():
     given = {"kl": 0.1, "tis": True, "icepop": [0.25, 4.0]}
     chosen = PolicyConfig(task="addition", suite="s", loss="gspo", loss_config=given)
     assert chosen.loss_sent() == given
-    assert loss_config("gspo", chosen.loss_sent()) == chosen.loss_config
+    assert loss_config("gspo", chosen.loss_sent()).sent() == chosen.loss_config.sent()
     assert PolicyConfig(task="a", suite="s", loss="dr_grpo", max_tokens=9).loss_sent() == {"budget": 9}
     assert AdaptForm(policy="sums", loss="gspo").changes() == {"loss": "gspo"}
 
@@ -132,7 +132,7 @@ def test_a_policy_carries_its_loss_to_the_trainer():
         ({"loss": "dpo"}, "loss"),
         ({"loss": "importance_sampling", "loss_config": {"clip_low": 0.1}}, "setting clip_low"),
         ({"loss_config": {"clip": 0.1}}, "clip"),
-        ({"temperature": 0.7}, "log-probabilities.*temperature 1"),
+        ({"temperature": 0.7}, "temperature"),
     ],
 )
 def test_a_policy_with_a_loss_that_does_not_fit_is_refused(given, sentence):

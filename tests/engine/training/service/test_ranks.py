@@ -197,8 +197,10 @@ def test_a_cancelled_call_leaves_the_ranks_in_step(tiny_base: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_others_within_the_limit(tiny_base: Path, tmp_path: Path) -> None:
-    file = settings(tiny_base, tmp_path / "two", operation_timeout_s=20)
+    file = settings(tiny_base, tmp_path / "two")
     service = RankedService(load_params(file), file)
+    limited = "from engine.training.service import app; app.OPERATION_S = 20; app.main()"
+    service.app = ("-c", limited, "--params")
     service.start()
     try:
         session = opened(service.client, "cut")

@@ -24,7 +24,7 @@ from engine.errors import (
 )
 from engine.planning import host
 from engine.training.model.lora import ResidentBase
-from engine.training.service import client, sessions, state
+from engine.training.service import client, sessions, state, trainer
 from engine.training.service.app import make_app
 from engine.training.service.protocol import AdamParams, Datum, Request, SessionInfo, TensorData
 from engine.training.service.queue import KEPT
@@ -803,8 +803,9 @@ def test_what_only_looks_is_cancelled_between_microbatches_and_tokens(live, monk
     assert [row.state for row in live.trainer.exporter.catalog.revisions.page("sums")] == ["snapshot"]
 
 
-def test_a_client_waits_while_the_queue_is_full_and_counts_the_seconds(trainers):
-    live = trainers.start(queue_of_session=1)
+def test_a_client_waits_while_the_queue_is_full_and_counts_the_seconds(trainers, monkeypatch):
+    monkeypatch.setattr(trainer, "SESSION_PLACES", 1)
+    live = trainers.start()
     session = live.client.create_session("one", "sums", **NEW)
     release, begun = threading.Event(), threading.Event()
 

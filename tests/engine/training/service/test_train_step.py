@@ -16,7 +16,7 @@ from engine.ledger.ledger import Ledger, Spool
 from engine.settings.losses import LossConfig
 from engine.settings.params import Params
 from engine.settings.policies import PolicyConfig
-from engine.training import loop
+from engine.training import loop, rollout_data
 from engine.training.lineage import Line
 from engine.training.loop import grpo_step, open_session
 from engine.training.rollout_data import Drawn, Sampler
@@ -37,7 +37,6 @@ CONFIG = PolicyConfig(
     groups=2,
     group_size=2,
     steps=2,
-    refills=0,
     loss_config={"kl": 0.01},
 )
 REWARDS = [1.0, 0.0, 0.25, 0.25]
@@ -73,8 +72,9 @@ class Judge:
 
 
 @pytest.fixture
-def run(tiny_base: Path, tmp_path: Path):
+def run(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What the loop needs: a trainer of its own without a port, and drawn samples without an engine."""
+    monkeypatch.setattr(rollout_data, "REFILLS", 0)
     params = Params(
         state_dir=tmp_path,
         base={"name": str(tiny_base)},
