@@ -3,7 +3,11 @@
 Only entry points read the environment; the code below gets settings.
 """
 
+import json
 import os
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -22,6 +26,7 @@ from engine.settings.params import Params, known_policies, load_params
 from engine.settings.reproducible import VALUE, VARIABLE
 
 PARAMS = Path("params.yaml")
+SAID_EVERY_S = 5.0
 FormModel = TypeVar("FormModel", bound=Form)
 ParamsFile = Annotated[
     Path,
@@ -31,9 +36,36 @@ Revision = Annotated[str, typer.Argument(help="Revision as POLICY@DIGEST; the di
 By = Annotated[str, typer.Option(help="Record this name for the decision.")]
 Reason = Annotated[str, typer.Option(help="Record this reason for the decision.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
 ReuseName = Annotated[bool, typer.Option("--reuse-name", help="Allow a policy name that was purged before.")]
+
+
+def print_json(value: Any) -> None:
+    """Print a value as indented JSON."""
+    typer.echo(json.dumps(value, indent=2))
+
+
+def print_found(
+    as_json: bool, found: Any, rows: Sequence[Mapping[str, Any]] | None = None, fold: Collection[str] = ()
+) -> None:
+    """Print what was found as JSON, or else its `rows` as a table; without `rows` it is rows itself."""
+    if as_json:
+        return print_json(found)
+    from flows.display import print_rows
+
+    print_rows(found if rows is None else rows, fold)
+
+
+def now_and_then() -> Callable[[Callable[[], str]], None]:
+    """Return a function that prints a line to stderr, at most every `SAID_EVERY_S` seconds."""
+    said = time.monotonic()
+
+    def say(line: Callable[[], str]) -> None:
+        nonlocal said
+        if time.monotonic() - said >= SAID_EVERY_S:
+            said = time.monotonic()
+            print(line(), file=sys.stderr, flush=True)
+
+    return say
 
 
 def variables_with(folder: Path) -> dict[str, str]:

@@ -209,7 +209,7 @@ def _backup(params: Params) -> Iterator[Finding]:
     at, place = last or (began[0].at, "")
     days = (time.time() - at) / DAY_S
     seen = f"the last one, to {place}, is {days:.1f} days old" if last else "none was made yet"
-    advice = "Run `graftwork backup DIR`, best by a schedule." if days > BACKUP_DAYS else ""
+    advice = "Run `graftwork backup create DIR`, best by a schedule." if days > BACKUP_DAYS else ""
     yield Finding("backup", seen, advice)
 
 

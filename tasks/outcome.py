@@ -18,6 +18,7 @@ from engine.settings.params import Params
 
 if TYPE_CHECKING:
     from engine.quality.estimate import Difference
+    from engine.report.data import SuiteScore
     from tasks.general import Perplexity
     from tasks.score import Score
 
@@ -103,11 +104,9 @@ def local_key(params: Params) -> str:
     return params.paths.local_key.read_text().strip()
 
 
-def interval_text(score: "Score | None") -> str:
-    """Return `61.5% [54.6, 67.9]`, or a dash for no score."""
-    if score is None:
-        return "–"
-    return f"{score.mean:.1%} [{100 * score.ci_low:.1f}, {100 * score.ci_high:.1f}]"
+def interval_text(score: "Score | SuiteScore | None", missing: str = "–") -> str:
+    """Return `61.5% [54.6, 67.9]`, or `missing` for no score."""
+    return f"{score.mean:.1%} [{100 * score.ci_low:.1f}, {100 * score.ci_high:.1f}]" if score else missing
 
 
 def age(seconds: float) -> str:

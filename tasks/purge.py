@@ -134,7 +134,7 @@ def _refuse_while_released(catalog: Catalog, policy: str) -> None:
     for release in catalog.releases.all(policy, open_only=True):
         raise Conflict(
             f"A release of {policy!r} is running, at step {release.step!r}. Wait for its verdict, or end it "
-            f"with `graftwork hold {policy} --reason ...`. Then purge again."
+            f"with `graftwork decide hold {policy} --reason ...`. Then purge again."
         )
 
 
@@ -225,7 +225,7 @@ def _store(params: Params, catalog: Catalog, record: Record) -> Counts:
         raise ServiceError(
             f"{len(left)} segments with bytes of {record.policy!r} cannot be rewritten: they hold revisions "
             f"whose bytes are damaged or unreadable ({names}). Import or export those again, or let them "
-            "expire with `graftwork adapters expire`. Then purge again; it continues from here."
+            "be removed with `graftwork adapters retire --in`. Then purge again; it continues from here."
         )
     if left:
         raise ServiceError(

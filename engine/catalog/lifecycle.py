@@ -41,7 +41,7 @@ class Lifecycle:
             if (policy, digest) in named:
                 raise Conflict(
                     f"Revision {digest[:12]} of {policy!r} is routed or in a running release. Route another "
-                    "revision first (`graftwork restore`)."
+                    "revision first (`graftwork decide restore`)."
                 )
             values = {"retired_at": time.time(), "retired_by": by, "retired_reason": reason}
             change = update(tables.revisions).where(*key_of(policy, digest), table.retired_at.is_(None))

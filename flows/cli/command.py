@@ -31,13 +31,9 @@ from flows.cli import (
     look,
     plan,
     policy,
-    proxy,
-    purge,
-    residency,
     score,
     security,
     serve,
-    simulate,
     store,
     tenants,
 )
@@ -153,29 +149,6 @@ def up(
 
 
 @app.command()
-def start(
-    service: Annotated[
-        str, typer.Argument(help="engine, trainer, controller, mlflow, prefect, worker.", show_default=False)
-    ],
-    params: ParamsFile = PARAMS,
-) -> None:
-    """Run one service in the foreground until a signal, for systemd or a container.
-
-    Where it is reached stands in `at`; the worker also installs the Prefect deployments and ends the runs
-    that a dead worker has left.
-    """
-    settings = enter(params)
-    command, environment = services.foreground(settings, service)
-    if service == services.WORKER:
-        typer.echo(f"{install(settings)} deployments and their automations are installed.")
-        # An installation has one worker, and this one has claimed nothing yet.
-        now = time.time()
-        for dead in free_stuck(settings, now, started=now):
-            typer.echo(f"Ended: {dead}.")
-    os.execve(command[0], command, environment)
-
-
-@app.command()
 def down(params: ParamsFile = PARAMS) -> None:
     """Stop the services that `graftwork up` started."""
     stopped = services.down(enter(params))
@@ -185,9 +158,8 @@ def down(params: ParamsFile = PARAMS) -> None:
 @app.command()
 def adapt(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[POLICY]...", show_default=False, help="Policies to adapt.")
+        list[str] | None, typer.Argument(metavar="POLICY...", show_default=False, help="Policies to adapt.")
     ] = None,
-    policy: Annotated[list[str] | None, typer.Option(help="Policy to adapt; repeatable.")] = None,
     steps: Annotated[int | None, typer.Option(help="Training steps of this run.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate of this run.")] = None,
     rank: Annotated[int | None, typer.Option(help="Rank of this run's adapter.")] = None,
@@ -198,7 +170,7 @@ def adapt(
 ) -> None:
     """Train policies concurrently, then export, register, verify and score a revision of each."""
     settings = enter(params)
-    chosen = list(dict.fromkeys([*(names or ()), *(policy or ())]))
+    chosen = list(dict.fromkeys(names or ()))
     if not chosen:
         raise ConfigError("Say which policy to adapt: `graftwork adapt POLICY...`.")
     forms = {
@@ -232,31 +204,13 @@ def adapt(
             display.print_row(rows[name])
 
 
-GROUPS = (
-    policy,
-    score,
-    decide,
-    look,
-    residency,
-    serve,
-    proxy,
-    chat,
-    plan,
-    simulate,
-    adapters,
-    purge,
-    store,
-    backup,
-    security,
-    tenants,
-    admin,
-)
+GROUPS = (score, decide, look, chat, policy, adapters, security, serve, plan, store, backup, tenants, admin)
 for group in GROUPS:
     app.add_typer(group.app)
 
 
-def main() -> None:
-    """Run the command; report a `GraftworkError` on stderr and exit with its code."""
+def main(command: typer.Typer = app) -> None:
+    """Run a command; report a `GraftworkError` on stderr and exit with its code."""
     # A shell ignores SIGINT for background jobs; handle it all the same, to stop services cleanly.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -265,7 +219,7 @@ def main() -> None:
     # MKL reads it at its first product: before any command imports torch.
     prefer_equal_bits()
     try:
-        app()
+        command()
     except GraftworkError as error:
         typer.secho(str(error), fg="red", err=True)
         leave(error.exit_code)

@@ -185,7 +185,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, place: str, after: bool = False) 
 def test_it_is_refused_while_a_release_runs(params, catalog):
     digest = catalog.revisions.page("gone")[0].digest
     catalog.releases.add(Release("r", "gone", digest, None, "canary", 0.2, "running", {}, 1.0, 1.0))
-    with pytest.raises(Conflict, match=r"'canary'.*graftwork hold gone"):
+    with pytest.raises(Conflict, match=r"'canary'.*graftwork decide hold gone"):
         purge(params)
     nothing_happened(params, catalog)
     catalog.releases.update("r", 0, state="held")

@@ -381,7 +381,7 @@ class Router:
 def withheld_for(found: Standing) -> str | None:
     """Return why a revision is not served (rolled back or retired), or None if it is."""
     if found.tombstone is not None:
-        return f"was rolled back: {found.tombstone} `graftwork lift` makes it available again."
+        return f"was rolled back: {found.tombstone} `graftwork rollback --lift` makes it available again."
     if found.revision.retired_at is not None:
         reason = found.revision.retired_reason
         return f"was retired: {reason} `graftwork adapters unretire` makes it available again."
