@@ -1,10 +1,10 @@
-"""The flows `promote`, `rollback` and `hold`: decisions in a person's name, carried out by the controller."""
+"""The flows `promote`, `rollback`, `hold` and `restore`: decisions in a person's name, by the controller."""
 
 from typing import Any
 
 from prefect import flow
 
-from engine.settings.forms import DecideForm, HoldForm
+from engine.settings.forms import DecideForm, HoldForm, RestoreForm
 from flows.entry import flow_settings
 from tasks import steps
 from tasks.progress import show_table, tag_run
@@ -25,17 +25,24 @@ def rollback(form: DecideForm) -> dict[str, Any]:
 @flow(name="hold", flow_run_name="hold {form.policy}")
 def hold(form: HoldForm) -> dict[str, Any]:
     """End the policy's running release; its champion stays."""
+    return _decide("hold", form)
+
+
+@flow(name="restore", flow_run_name="restore {form.policy}")
+def restore(form: RestoreForm) -> dict[str, Any]:
+    """Make an earlier revision the champion again; without a digest, the previous champion."""
+    return _decide("restore", form)
+
+
+def _decide(action: str, form: DecideForm | HoldForm | RestoreForm) -> dict[str, Any]:
     tag_run(f"policy:{form.policy}")
-    ended = steps.hold(flow_settings(), form)
-    show_table([ended], f"decision-{form.policy}", form.reason)
-    steps.update_page(flow_settings(), form.policy, ended["revision"])
-    return ended
-
-
-def _decide(action: str, form: DecideForm) -> dict[str, Any]:
-    tag_run(f"policy:{form.policy}", f"revision:{form.policy}@{form.digest}")
+    if isinstance(form, DecideForm):
+        tag_run(f"revision:{form.policy}@{form.digest}")
     params = flow_settings()
     decided = steps.decide(params, action, form)
     show_table([decided], f"decision-{form.policy}", form.reason)
-    steps.update_page(params, form.policy, form.digest)
+    named = {"hold": "revision", "restore": "champion"}
+    steps.update_page(
+        params, form.policy, form.digest if isinstance(form, DecideForm) else decided[named[action]]
+    )
     return decided

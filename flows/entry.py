@@ -5,6 +5,7 @@ Only entry points read the environment; the code below gets settings.
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,7 +19,6 @@ from engine.base.recipes import RECIPES, TRAINABLE
 from engine.catalog.records import split_served_name
 from engine.errors import ConfigError
 from engine.security.credentials import LOGIN_VARIABLES, create_credentials
-from engine.services import lifecycle as services
 from engine.services.lifecycle import PARAMS_VARIABLE, environment
 from engine.settings.forms import Form
 from engine.settings.model import Settings, explain
@@ -27,6 +27,9 @@ from engine.settings.reproducible import VALUE, VARIABLE
 
 PARAMS = Path("params.yaml")
 SAID_EVERY_S = 5.0
+DURATION = re.compile(r"(\d{1,9})([smhdw])")
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+LONGEST_S = 100 * 365 * 86_400
 FormModel = TypeVar("FormModel", bound=Form)
 ParamsFile = Annotated[
     Path,
@@ -53,6 +56,14 @@ def print_found(
     from flows.display import print_rows
 
     print_rows(found if rows is None else rows, fold)
+
+
+def seconds_of(text: str, least: float = 0) -> float:
+    """Return the seconds of a duration such as 90d, 12h or 30m; raises `ConfigError` for another one."""
+    match = DURATION.fullmatch(text)
+    if not match or not least <= int(match[1]) * UNITS[match[2]] <= LONGEST_S:
+        raise ConfigError(f"{text!r} is not a duration. Write a number and s, m, h, d or w: 30m, 12h or 90d.")
+    return int(match[1]) * UNITS[match[2]]
 
 
 def now_and_then() -> Callable[[Callable[[], str]], None]:
@@ -181,11 +192,6 @@ def is_in_catalog_alone(settings: Params, policy: str) -> bool:
 
     with open_catalog(settings.paths) as index:
         return bool(index.policies.owners([policy]))
-
-
-def require_services(settings: Params) -> None:
-    """Raise unless the services run."""
-    services.require_running(settings)
 
 
 def catalog(params: Path) -> Any:

@@ -22,9 +22,6 @@ from engine.store.open import open_store
 
 PAGE = 500
 DIGITS = re.compile(r"[0-9a-f]{4,64}")
-DURATION = re.compile(r"(\d{1,9})(s|m|h|d|w)")
-SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
-LONGEST_S = 100 * 365 * 86_400
 # The most revisions of a lineage tree in each direction.
 TREE = 100
 
@@ -144,21 +141,6 @@ def lineage(catalog: Catalog, row: Revision, limit: int = TREE) -> tuple[list[Le
         waiting += [Leaf(leaf.depth + 1, child) for child in reversed(fresh)]
         more = more or len(children) == limit
     return [*reversed(found), *below], more
-
-
-def expiry(after: str | None, never: bool, now: float) -> float | None:
-    """Return the time (epoch seconds) of `--in 30d`, or None for `--never`.
-
-    Raises `ConfigError` for both, neither, or a malformed duration.
-    """
-    if bool(after) == never:
-        raise ConfigError("Give either `--in`, such as `--in 30d` (s, m, h, d or w), or `--never`.")
-    if never:
-        return None
-    match = DURATION.fullmatch(after or "")
-    if not match or not 0 < int(match[1]) * SECONDS[match[2]] <= LONGEST_S:
-        raise ConfigError(f"{after!r} is not a duration. Write a number and s, m, h, d or w, such as 30d.")
-    return now + int(match[1]) * SECONDS[match[2]]
 
 
 def export(params: Params, catalog: Catalog, row: Revision, target: Path, packed: bool) -> Path:

@@ -12,14 +12,13 @@ from contextlib import closing
 
 from engine.catalog.catalog import Catalog
 from engine.catalog.opening import open_catalog
-from engine.clients.controller import ControllerClient
 from engine.controller.route_changes import controller_serves
 from engine.errors import ConfigError, NotFound
 from engine.metering.erasure import erase as erase_usage
 from engine.settings.params import Params
-from tasks.outcome import local_key
 from tasks.purge import CONTROLLER_S, HANDED_OVER_S, purge
 from tasks.purge_record import Counts
+from tasks.release import controller
 
 # Every gateway has noticed a revoked key by then.
 REVOKED_S = 1.0
@@ -76,9 +75,8 @@ def owned_policies(catalog: Catalog, tenant: str) -> list[str]:
 def _answers(params: Params, catalog: Catalog, tenant: str, keys: list[str], by: str) -> Counts:
     """Remove the keys' requests and ratings: through the controller when it runs, else here."""
     if controller_serves(catalog):
-        url = params.url("controller")
         # One attempt: it may take minutes.
-        with ControllerClient(url, local_key(params), CONTROLLER_S, patience_s=0.0) as client:
+        with controller(params, timeout_s=CONTROLLER_S, patience_s=0.0) as client:
             return client.erase(tenant, by)
     paths = params.paths
     removed: Counts = {}

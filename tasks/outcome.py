@@ -4,16 +4,14 @@ Also measures the time to a rollback and the requests that the revision answered
 """
 
 import contextlib
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.catalog.records import VERDICTS, served_name
 from engine.errors import ServiceError
-from engine.files import write_whole
 from engine.settings.params import Params
 
 if TYPE_CHECKING:
@@ -133,26 +131,21 @@ def policy_row(adapted: Adapted, ended: Mapping[str, Any]) -> dict[str, Any]:
 
 def score_row(score: "Score") -> dict[str, Any]:
     """Return a score's table row."""
-    model = served_name(score.policy, score.digest) if score.digest else "base"
-    return {
-        "model": model,
-        "suite": f"{score.suite} version {score.suite_version}",
-        "score": interval_text(score),
-        "items": len(score.items),
-        "seconds": round(score.seconds, 1),
-    }
+    suite, shown = f"{score.suite} version {score.suite_version}", {"score": interval_text(score)}
+    return _scored_row(score, suite, shown, len(score.items))
 
 
 def perplexity_row(found: "Perplexity") -> dict[str, Any]:
     """Return the table row of a perplexity on general text."""
+    suite, shown = f"general version {found.version}", {"perplexity": f"{found.value:.2f}"}
+    return _scored_row(found, suite, shown, found.windows)
+
+
+def _scored_row(
+    found: "Score | Perplexity", suite: str, shown: Mapping[str, str], items: int
+) -> dict[str, Any]:
     model = served_name(found.policy, found.digest) if found.digest else "base"
-    return {
-        "model": model,
-        "suite": f"general version {found.version}",
-        "perplexity": f"{found.value:.2f}",
-        "items": found.windows,
-        "seconds": round(found.seconds, 1),
-    }
+    return {"model": model, "suite": suite, **shown, "items": items, "seconds": round(found.seconds, 1)}
 
 
 def release_row(release: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,15 +223,10 @@ def summary(
             "verdict": VERDICTS[ended["state"]],
             "digest": revision.digest,
         })  # fmt: skip
-    bad_revision = {
-        "verdict": bad.verdict,
-        "seconds_to_rollback": bad.seconds_to_rollback,
-        "requests_after": bad.requests_after,
-    }
     return {
         "seconds": round(seconds, 2),
         "policies": policies,
-        "bad_revision": bad_revision,
+        "bad_revision": asdict(bad),
         "stages": dict(stages),
     }
 
@@ -271,8 +259,3 @@ def shortcomings(result: Mapping[str, Any], apart: bool) -> list[str]:
     if bad["requests_after"]:
         found.append(f"The bad revision answered {bad['requests_after']} requests after its rollback.")
     return found
-
-
-def write_summary(data: Mapping[str, Any], path: Path) -> None:
-    """Write the summary atomically."""
-    write_whole(path, json.dumps(data, indent=2) + "\n")

@@ -18,7 +18,6 @@ from filelock import FileLock, Timeout
 
 from engine.catalog.catalog import Catalog
 from engine.catalog.opening import open_catalog
-from engine.clients.controller import ControllerClient
 from engine.controller.route_changes import alone, controller_serves
 from engine.errors import ConfigError, Conflict, GraftworkError, NotRunning, ServiceError
 from engine.files import replacing
@@ -27,9 +26,9 @@ from engine.settings.params import DIGEST12, POLICY_NAME, Params
 from engine.store.open import open_store
 from engine.store.segments import Location
 from engine.training.service.client import TrainerClient
-from tasks.outcome import local_key
 from tasks.purge_mlflow import purge_mlflow
 from tasks.purge_record import Counts, Record, purges, recorded
+from tasks.release import controller
 
 PAGE = 1_000
 CONTROLLER_S = 310.0
@@ -198,9 +197,8 @@ def _ledger(params: Params, catalog: Catalog, record: Record) -> Counts:
 
 
 def _ask_controller(params: Params, record: Record, place: str) -> Counts:
-    url, key = params.url("controller"), local_key(params)
     # One attempt: it may take minutes.
-    with ControllerClient(url, key, CONTROLLER_S, patience_s=0.0) as client:
+    with controller(params, timeout_s=CONTROLLER_S, patience_s=0.0) as client:
         try:
             return client.purge(record.policy, place, record.by)
         except GraftworkError as error:

@@ -7,6 +7,7 @@ of a release. The other steps are idempotent by the revision's digest.
 import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,15 +62,20 @@ def flush() -> None:
     EventsWorker.drain_all(timeout=5)
 
 
+verify = task(name="verify", task_run_name="verify {policy}", cache_policy=NO_CACHE)(verification.verify)
+due_policies = task(name="due policies", cache_policy=NO_CACHE)(nightly.due_policies)
+write_report = task(name="write report", cache_policy=NO_CACHE)(publish.write_report)
+
+
 @task(name="train", task_run_name="train {policy}", cache_policy=NO_CACHE)
 def train(params: Params, policy: str, config: PolicyConfig, key: str, on_step: OnStep) -> "Trained":
     """Train a policy with GRPO on the resident base and export its revision."""
     from engine.training import loop
     from engine.training.several_engines import Engines
     from tasks.progress import both, log_collapse
-    from tasks.tracking import tracked
+    from tasks.tracking import Tracking
 
-    with tracked(params, policy) as track:
+    with Tracking(params.url("mlflow"), policy) as track:
         return loop.train(params, policy, config, key, both(on_step, both(track, log_collapse)), Engines.of)
 
 
@@ -79,12 +85,6 @@ def register(params: Params, policy: str, directory: Path, curve: Sequence[Mappi
     from tasks import register as plain
 
     return plain.register(params, policy, directory, curve)
-
-
-@task(name="verify", task_run_name="verify {policy}", cache_policy=NO_CACHE)
-def verify(params: Params, policy: str, digest: str, key: str) -> Mapping[str, Any]:
-    """Run the effect probe: the engine must reproduce the log-probabilities that the trainer recorded."""
-    return verification.verify(params, policy, digest, key)
 
 
 @task(name="score", task_run_name="score {policy}", cache_policy=NO_CACHE)
@@ -156,58 +156,26 @@ def wait_for_verdict(params: Params, release: dict[str, Any]) -> dict[str, Any]:
 
 
 @task(name="decide", task_run_name="{action} {form.policy}", cache_policy=NO_CACHE)
-def decide(params: Params, action: str, form: DecideForm) -> dict[str, Any]:
-    """Promote or roll back in a person's name."""
+def decide(params: Params, action: str, form: DecideForm | HoldForm | RestoreForm) -> dict[str, Any]:
+    """Promote, roll back, hold or restore in a person's name; return the route, or the ended release."""
     from tasks import release as plain
 
     with plain.controller(params) as controller:
-        ask = {"promote": controller.promote, "rollback": controller.rollback}[action]
-        return ask(form.policy, form.digest, form.reason, form.by)
-
-
-@task(name="hold", task_run_name="hold {form.policy}", cache_policy=NO_CACHE)
-def hold(params: Params, form: HoldForm) -> dict[str, Any]:
-    """End the policy's running release."""
-    from tasks import release as plain
-
-    with plain.controller(params) as controller:
-        return controller.hold_running(form.policy, form.reason, form.by)
-
-
-@task(name="restore", task_run_name="restore {form.policy}", cache_policy=NO_CACHE)
-def restore(params: Params, form: RestoreForm) -> dict[str, Any]:
-    """Make an earlier revision the champion again."""
-    from tasks import release as plain
-
-    with plain.controller(params) as controller:
-        return controller.restore(form.policy, form.digest, form.reason, form.by)
+        if isinstance(form, HoldForm):
+            return controller.hold_running(form.policy, form.reason, form.by)
+        return controller.decide(action, form.reason, form.by, policy=form.policy, digest=form.digest)
 
 
 @task(name="create policy", task_run_name="create {form.name}", cache_policy=NO_CACHE)
 def create_policy(params: Params, form: CreatePolicyForm) -> dict[str, Any]:
     """Split the data into training and frozen items, write the suite, register the policy."""
-    from dataclasses import asdict
-
     from tasks import policies as plain
 
     created = plain.create_policy(
-        params,
-        form.name,
-        form.data,
-        form.verifier,
-        form.owner,
-        form.base,
-        form.settings(),
-        form.items,
+        params, form.name, form.data, form.verifier, form.owner, form.base, form.settings(), form.items,
         reuse_name=form.again,
-    )
+    )  # fmt: skip
     return asdict(created)
-
-
-@task(name="due policies", cache_policy=NO_CACHE)
-def due_policies(params: Params, only: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a row for each policy: whether it is due, and the reason."""
-    return nightly.due_policies(params, only)
 
 
 @task(name="release in background", cache_policy=NO_CACHE)
@@ -225,9 +193,3 @@ def release_in_background(params: Params, policy: str, digest: str) -> str:
     fields = form.model_dump(mode="json", exclude_unset=True)
     run_deployment("release/release", parameters={"form": fields}, timeout=0, as_subflow=False)
     return f"release of {served_name(policy, digest)} started"
-
-
-@task(name="write report", cache_policy=NO_CACHE)
-def write_report(params: Params, path: Path, since: float, now: float, stages: Mapping[str, float]) -> Path:
-    """Write the HTML report of the policies that changed last; it opens offline."""
-    return publish.write_report(params, path, since, now, stages)

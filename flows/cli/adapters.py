@@ -19,9 +19,9 @@ from engine.catalog.records import served_name
 from engine.errors import ConfigError
 from engine.services import lifecycle as services
 from engine.settings.params import Params
-from flows.entry import PARAMS, By, Json, ParamsFile, ReuseName, enter, print_json
+from flows.entry import PARAMS, By, Json, ParamsFile, ReuseName, enter, print_json, seconds_of
 from tasks.outcome import Stages, local_key
-from tasks.purged_names import reuse_purged_name
+from tasks.purge_record import reuse_purged_name
 
 if TYPE_CHECKING:
     from engine.catalog.catalog import Catalog, Revision
@@ -240,12 +240,12 @@ def retire(
     With --in, set when it is removed from the catalog; --never takes that back. A revision that a route or a
     release names at that time is kept.
     """
-    from tasks.adapters import expiry
-
     expires = bool(after or never)
+    if after and never:
+        raise ConfigError("Give either `--in`, such as `--in 30d`, or `--never`.")
     if not (expires or reason.strip()):
         raise ConfigError("--reason is empty. Give a reason; it is recorded and shown to clients.")
-    at = expiry(after, never, time.time()) if expires else None
+    at = time.time() + seconds_of(after, least=1) if after else None
     with opened(params, name) as (_, catalog, row):
         shown, said = served_name(row.policy, row.digest), {"digest": row.digest}
         if expires:

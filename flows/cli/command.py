@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
+from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -45,11 +46,10 @@ from flows.entry import (
     enter,
     filled,
     prefer_equal_bits,
-    require_services,
 )
 from tasks.deployments import install
 from tasks.outcome import Stages, shortcomings
-from tasks.purged_names import reuse_purged_name
+from tasks.purge_record import reuse_purged_name
 from tasks.stuck_runs import free_stuck, worker_started
 
 AGAIN_S = 0.05
@@ -103,15 +103,15 @@ def run(
             def build_then_import() -> None:
                 build()
                 # Not beside the build: transformers' lazy imports are not safe in two threads.
-                imports.append(background(load_flows))
+                imports.append(background(lambda: import_module("tasks.steps").preload()))
 
             stack.enter_context(services.session(settings, build_then_import, display.print_service))
-            if imports:
-                imports[0].result()
-            load_flows()
+            for imported in imports:
+                imported.result()
         from flows.demo import demo
-        from tasks.steps import flush
+        from tasks.steps import flush, preload
 
+        preload()
         stack.callback(flush)
 
         with display.live():
@@ -178,7 +178,7 @@ def adapt(
         for name in chosen
     }
     check(settings, chosen)
-    require_services(settings)
+    services.require_running(settings)
     for name in chosen:
         reuse_purged_name(settings, name, settings.policy(name).owner, reuse_name)
     from flows import display
@@ -251,10 +251,3 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def load_flows() -> None:
-    """Import the flows and the libraries of their tasks; takes seconds, so call it while services start."""
-    from tasks.steps import preload
-
-    preload()

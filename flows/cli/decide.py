@@ -7,6 +7,7 @@ import typer
 
 from engine.catalog.records import served_name, split_served_name
 from engine.errors import ConfigError
+from engine.services import lifecycle as services
 from engine.settings.forms import ApprovalForm, IfRunning, ReleaseForm
 from flows.entry import (
     PARAMS,
@@ -19,7 +20,6 @@ from flows.entry import (
     filled,
     is_in_catalog_alone,
     pinned,
-    require_services,
 )
 from tasks.outcome import release_row
 
@@ -71,7 +71,7 @@ def release(
     policy, digest = split_served_name(revision)
     if not (skip_score and is_in_catalog_alone(settings, policy)):
         check(settings, [policy])
-    require_services(settings)
+    services.require_running(settings)
     from flows.display import print_row
     from flows.release import release as release_flow
 
@@ -100,7 +100,7 @@ def rollback(
         raise ConfigError("A person lifts a tombstone: give your name with --by.")
     policy, digest = pinned(revision)
     with reach(params) as controller:
-        (controller.lift if lift else controller.rollback)(policy, digest, reason, by)
+        controller.decide("lift" if lift else "rollback", reason, by, policy=policy, digest=digest)
     typer.echo(f"The tombstone of {revision} is lifted." if lift else f"{revision} is rolled back.")
 
 
@@ -145,12 +145,11 @@ def decide(
                 from tasks.approval import wake_waiting
 
                 wake_waiting(name, answer)
-            case "promote":
-                controller.promote(name, str(digest), reason, by)
-            case "restore":
-                subject = served_name(name, controller.restore(name, digest, reason, by)["champion"])
+            case "freeze" | "thaw":
+                controller.decide(decision, reason, by)
             case _:
-                getattr(controller, decision)(reason, by)
+                route = controller.decide(decision, reason, by, policy=name, digest=digest)
+                subject = served_name(name, route["champion"]) if decision == "restore" else subject
     typer.echo(DONE[decision].format(subject))
 
 
@@ -160,7 +159,7 @@ def reach(params: Path) -> "ControllerClient":
     Raises `ServiceError` where no services run.
     """
     settings = enter(params)
-    require_services(settings)
+    services.require_running(settings)
     from tasks.release import controller
 
     return controller(settings)

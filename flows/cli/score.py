@@ -7,8 +7,9 @@ import typer
 
 from engine.catalog.records import served_name, split_served_name
 from engine.errors import ConfigError
+from engine.services import lifecycle as services
 from flows.cli.plan import MEASURE
-from flows.entry import PARAMS, ParamsFile, catalog, check, enter, require_services
+from flows.entry import PARAMS, ParamsFile, catalog, check, enter
 from tasks.outcome import local_key, perplexity_row, score_row
 
 app = typer.Typer()
@@ -27,7 +28,7 @@ def score(
     settings = enter(params)
     policy, digest = split_served_name(revision)
     check(settings, [policy])
-    require_services(settings)
+    services.require_running(settings)
     from engine.base.fitting import fitted_policy
     from flows.display import print_row
     from tasks.score import score as score_items

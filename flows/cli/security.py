@@ -38,7 +38,7 @@ def login(
         for name, value in (addresses | logins(settings.paths)).items():
             typer.echo(f"export {name}={shlex.quote(value)}")
         return
-    print_found(as_json, [asdict(one) for one in found], fold=("password",))
+    print_found(as_json, found, fold=("password",))
 
 
 @app.command(rich_help_panel=LOOK)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from engine.errors import ConfigError
-from flows.entry import PARAMS, Json, ParamsFile, catalog, print_found
+from flows.entry import PARAMS, Json, ParamsFile, catalog, print_found, seconds_of
 
 app = typer.Typer()
 key_app = typer.Typer(
@@ -16,7 +16,6 @@ key_app = typer.Typer(
 )
 KEYS = "Keys and tenants"
 app.add_typer(key_app, name="key", rich_help_panel=KEYS)
-UNITS = {"m": 60, "h": 3600, "d": 86400}
 Prefix = Annotated[str, typer.Argument(help="First digits of the key's id, as `key ls` shows it.")]
 Policies = Annotated[
     list[str] | None,
@@ -155,14 +154,6 @@ def limits_of(given: list[str] | None) -> dict[str, float]:
             raise ConfigError(f"{word!r} is not a limit. Write NAME=NUMBER; names are {known}.")
         found[name] = float(value)
     return checked_limits(found)
-
-
-def seconds_of(text: str) -> float:
-    """Return the seconds of a time such as 90d, 12h or 30m. Raises `ConfigError` for another form."""
-    match = re.fullmatch(r"(\d+)([mhd])", text)
-    if not match:
-        raise ConfigError(f"{text!r} is not a time. Write minutes, hours or days: 30m, 12h or 90d.")
-    return int(match.group(1)) * UNITS[match.group(2)]
 
 
 def told(limits: dict[str, Any]) -> str:

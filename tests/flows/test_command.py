@@ -283,7 +283,7 @@ def test_a_policy_that_fails_leaves_the_others_rows(
 
     monkeypatch.setattr(flows.adapt, "adapt", adapt)
     monkeypatch.setattr(cli, "enter", lambda params: load_params(params))
-    monkeypatch.setattr(cli, "require_services", lambda settings: None)
+    monkeypatch.setattr(cli.services, "require_running", lambda settings: None)
     monkeypatch.setattr("tasks.steps.preload", lambda: None)
     settings = load_params(params)
     # As an older version has left it; whoever comes first brings it to the newest schema.
@@ -308,7 +308,7 @@ def test_adapt_takes_a_recipe_for_this_time(monkeypatch: pytest.MonkeyPatch, par
         return SimpleNamespace(row=lambda: {"revision": "sorting@123456789abc"})
 
     monkeypatch.setattr(flows.adapt, "adapt", adapt)
-    monkeypatch.setattr(cli, "require_services", lambda settings: None)
+    monkeypatch.setattr(cli.services, "require_running", lambda settings: None)
     monkeypatch.setattr("tasks.steps.preload", lambda: None)
     recipe = ("--steps", "2", "--lr", "0.001", "--rank", "4", "--loss", "grpo", "--seed", "7")
     done = graftwork("adapt", "sorting", *recipe, "--params", str(params))

@@ -386,7 +386,7 @@ def running(params: Params, patch: pytest.MonkeyPatch) -> Iterator[Controller]:
     mirror = AliasMirror(controller.catalog, controller.decisions, Registry(None))
     client = TestClient(whole_app(controller, mirror))
 
-    def connected(url: str, key: str, *_: Any) -> ControllerClient:
+    def connected(url: str, key: str, **_: Any) -> ControllerClient:
         ours = ControllerClient(url, key)
         client.headers["authorization"] = ours.http.headers["authorization"]
         ours.http = client
@@ -396,7 +396,7 @@ def running(params: Params, patch: pytest.MonkeyPatch) -> Iterator[Controller]:
     def locked(path: Path) -> None:
         raise Conflict(f"{path} is held.")
 
-    patch.setattr(backing, "ControllerClient", connected)
+    patch.setattr("tasks.release.ControllerClient", connected)
     # DuckDB's lock is the process's, and the controller's is this one.
     patch.setattr(ledgers, "Ledger", locked)
     try:

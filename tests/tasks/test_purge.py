@@ -32,7 +32,7 @@ from engine.training.service.session import state_file
 from engine.training.service.session_deletion import LEASE_S
 from flows.cli import app
 from tasks import purge as purging
-from tasks.purged_names import reuse_purged_name
+from tasks.purge_record import reuse_purged_name
 from tests.helpers.catalog_migrations import upgrade_to
 from tests.helpers.kept_adapters import BASE, add_policy, keep, settings
 from tests.helpers.live import eventually
@@ -411,7 +411,7 @@ def test_a_running_controller_purges_its_own_ledger(params, catalog, monkeypatch
             ours.purge = lambda policy, place, by: asked.append(place) or plain(policy, place, by)
             return ours
 
-        monkeypatch.setattr(purging, "ControllerClient", connected)
+        monkeypatch.setattr("tasks.release.ControllerClient", connected)
         record = purge(params)
         assert asked == ["name", "catalog", "ledger"]
         assert catalog.purges.find("gone")["by"] == "ann"
