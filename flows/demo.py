@@ -28,15 +28,7 @@ from flows.adapt import adapt
 from flows.display import print_stage
 from flows.release import release
 from flows.report import publish_report
-from tasks.outcome import (
-    Adapted,
-    Outcome,
-    Stages,
-    judge_rollback,
-    local_key,
-    policy_row,
-    summary,
-)
+from tasks.outcome import Adapted, Outcome, Stages, judge_rollback, local_key, policy_row, summary
 from tasks.progress import show_link, show_table
 from tasks.release import controller
 

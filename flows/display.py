@@ -14,9 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from engine.base.progress import Progress as OnBase
 from engine.settings.params import Params
 from engine.training.service.train_step import TrainStep
-from tasks.outcome import Outcome, Stages, age
+from tasks.outcome import Outcome, Stages
 from tasks.progress import told_reward
 
 console = Console(highlight=False)
@@ -44,24 +45,30 @@ def live() -> Iterator[None]:
         steps.remove_task(task)
 
 
+@contextlib.contextmanager
+def base_bar() -> Iterator[OnBase]:
+    """Give a function that shows how far a base is made; the bar appears with the first step."""
+    bar = steps.add_task("base", total=None, note="", visible=False)
+
+    def progress(step: int, total: int, note: str) -> None:
+        steps.start()
+        steps.update(bar, completed=step, total=total, note=note, visible=True)
+
+    try:
+        yield progress
+    finally:
+        if steps.live.is_started:
+            steps.stop()
+        steps.remove_task(bar)
+
+
 def base_builder(params: Params, stages: Stages) -> Callable[[], object]:
     """Return a function that builds or converts the base with a progress bar, if it is not there yet."""
     from engine.base.resident import ensure_base
 
     def build() -> object:
-        bar = steps.add_task("base", total=None, note="", visible=False)
-
-        def progress(step: int, total: int, note: str) -> None:
-            steps.start()
-            steps.update(bar, completed=step, total=total, note=note, visible=True)
-
-        try:
-            with stages("base"):
-                return ensure_base(params.base, params.paths, progress)
-        finally:
-            if steps.live.is_started:
-                steps.stop()
-            steps.remove_task(bar)
+        with base_bar() as progress, stages("base"):
+            return ensure_base(params.base, params.paths, progress)
 
     return build
 
@@ -131,16 +138,6 @@ def print_addresses(params: Params) -> None:
     for name, what in (("prefect", "flow runs"), ("mlflow", "registry"), ("controller", "releases")):
         console.print(f"  {name:<12}{params.url(name)}  ({what})")
     console.print("`graftwork login` prints their users and passwords.")
-
-
-def print_status(states: Sequence[Any]) -> None:
-    """Print a line for each service; `up` is how long it has run."""
-    print_rows(
-        [
-            {"service": it.name, "state": it.state, "address": it.url, "pid": it.pid, "up": age(it.seconds)}
-            for it in states
-        ]
-    )
 
 
 def key_rows(keys: Sequence[Any], now: float) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -111,34 +111,27 @@ def described(params: Params, catalog: Catalog, row: Revision) -> dict[str, Any]
     }
 
 
-@dataclass(frozen=True)
-class Leaf:
-    """A revision of a lineage; `depth` is 0 for the one asked for, negative for its ancestors."""
+def lineage(catalog: Catalog, row: Revision, limit: int = TREE) -> tuple[list[tuple[int, Revision]], bool]:
+    """Return a revision with its ancestors (oldest first) and descendants (depth first), each with its depth.
 
-    depth: int
-    row: Revision
-
-
-def lineage(catalog: Catalog, row: Revision, limit: int = TREE) -> tuple[list[Leaf], bool]:
-    """Return a revision with its ancestors (oldest first) and descendants (depth first).
-
-    The second value is whether there are more than `limit` in either direction.
+    The depth is 0 for the revision itself, negative for ancestors. The second value is whether there are more
+    than `limit` in either direction.
     """
     parents = catalog.listing.parents(row.policy, row.digest, limit)
-    found = [Leaf(-place, parent) for place, parent in enumerate(parents, start=1)]
-    below: list[Leaf] = []
+    found = [(-place, parent) for place, parent in enumerate(parents, start=1)]
+    below: list[tuple[int, Revision]] = []
     seen = {row.digest, *(parent.digest for parent in parents)}
-    waiting, more = [Leaf(0, row)], len(parents) == limit and parents[-1].parent is not None
+    waiting, more = [(0, row)], len(parents) == limit and parents[-1].parent is not None
     while waiting:
-        leaf = waiting.pop()
+        depth, leaf = waiting.pop()
         if len(below) > limit:
             more = True
             break
-        below.append(leaf)
-        children = catalog.listing.children(row.policy, leaf.row.digest, limit)
+        below.append((depth, leaf))
+        children = catalog.listing.children(row.policy, leaf.digest, limit)
         fresh = [child for child in children if child.digest not in seen]
         seen |= {child.digest for child in fresh}
-        waiting += [Leaf(leaf.depth + 1, child) for child in reversed(fresh)]
+        waiting += [(depth + 1, child) for child in reversed(fresh)]
         more = more or len(children) == limit
     return [*reversed(found), *below], more
 

@@ -22,6 +22,7 @@ from engine.report.data import PolicyRow, RevisionRow
 from engine.report.overview import overview
 from engine.report.why import Chain, Link, moment, why
 from engine.security.credentials import known_credential
+from engine.services.lifecycle import State
 from engine.settings.params import DIGEST12, Params, known_policies
 from tasks.outcome import age, interval_text
 from tasks.stuck_runs import KeptOutRuns, kept_out_runs, open_prefect
@@ -157,6 +158,11 @@ def shown_revision(row: RevisionRow, now: float) -> dict[str, str]:
         "verdict": row.verdict or ("refused" if row.accepted is False else ""),
         "age": age(now - row.created_at),
     }
+
+
+def shown_service(it: State) -> dict[str, Any]:
+    """Return a service's line of the table; `up` is how long it has run."""
+    return {"service": it.name, "state": it.state, "address": it.url, "pid": it.pid, "up": age(it.seconds)}
 
 
 def shown_session(row: Mapping[str, Any]) -> dict[str, Any]:

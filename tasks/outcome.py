@@ -57,20 +57,16 @@ class Adapted:
     general: "Sequence[Perplexity]" = ()
 
     @property
-    def perplexities(self) -> dict[str, str]:
-        """Return the cell on general text; nothing where it was not measured."""
-        return {"perplexity": " to ".join(f"{one.value:.2f}" for one in self.general)} if self.general else {}
+    def scores(self) -> dict[str, str]:
+        """Return the revision's cells of a table; the one on general text only where that was measured."""
+        told = {"perplexity": " to ".join(f"{one.value:.2f}" for one in self.general)} if self.general else {}
+        scores = {"base score": interval_text(self.base), "revision score": interval_text(self.revision)}
+        return {"revision": served_name(self.policy, self.digest), **scores, **told}
 
     def row(self) -> dict[str, Any]:
         """Return a table row."""
-        return {
-            "revision": served_name(self.policy, self.digest),
-            "version": self.version,
-            "base score": interval_text(self.base),
-            "revision score": interval_text(self.revision),
-            **self.perplexities,
-            **{f"{name} (s)": seconds for name, seconds in self.seconds.items()},
-        }
+        seconds = {f"{name} (s)": seconds for name, seconds in self.seconds.items()}
+        return {**self.scores, "version": self.version, **seconds}
 
 
 @dataclass(frozen=True)
@@ -117,16 +113,9 @@ def age(seconds: float) -> str:
 
 def policy_row(adapted: Adapted, ended: Mapping[str, Any]) -> dict[str, Any]:
     """Return a policy's row of the main job's table: scores, verdict, seconds of each stage."""
-    release_s = round(ended["updated_at"] - ended["created_at"], 1)
-    return {
-        "revision": served_name(adapted.policy, adapted.digest),
-        "base score": interval_text(adapted.base),
-        "revision score": interval_text(adapted.revision),
-        **adapted.perplexities,
-        "verdict": VERDICTS[ended["state"]],
-        **{f"{name} (s)": f"{seconds:.1f}" for name, seconds in adapted.seconds.items()},
-        "release (s)": f"{release_s:.1f}",
-    }
+    seconds = {**adapted.seconds, "release": ended["updated_at"] - ended["created_at"]}
+    told = {f"{name} (s)": f"{value:.1f}" for name, value in seconds.items()}
+    return {**adapted.scores, "verdict": VERDICTS[ended["state"]], **told}
 
 
 def score_row(score: "Score") -> dict[str, Any]:

@@ -6,7 +6,6 @@ Idempotent.
 
 import time
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from engine.catalog.records import served_name
@@ -14,6 +13,7 @@ from engine.errors import ServiceError
 from engine.report.data import Curve
 from engine.report.revision_page import VersionFacts, gather
 from engine.report.training import spoken
+from engine.report.why import moment
 from engine.settings.params import Params
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def about(params: Params, facts: VersionFacts) -> str:
 def page(params: Params, client: "MlflowClient", facts: VersionFacts) -> str:
     """Return a version's description as Markdown."""
     parts = [
-        f"## {served_name(facts.policy, facts.digest)}\n\nAs of {_when(time.time())}.",
+        f"## {served_name(facts.policy, facts.digest)}\n\nAs of {moment(time.time())}.",
         _scores(facts),
         _verdicts(facts),
         _lineage(client, facts),
@@ -124,7 +124,7 @@ def _difference(facts: VersionFacts) -> str:
 
 
 def _verdicts(facts: VersionFacts) -> str:
-    rows = [f"| {_when(said.at)} | {said.verdict} | {said.by} | {said.reason} |" for said in facts.verdicts]
+    rows = [f"| {moment(said.at)} | {said.verdict} | {said.by} | {said.reason} |" for said in facts.verdicts]
     head = "### Verdicts\n\n| when | verdict | by | why |\n|---|---|---|---|\n"
     return head + "\n".join(rows) if rows else ""
 
@@ -159,10 +159,6 @@ def facts_of(facts: VersionFacts) -> str:
         f"### Facts\n\n- Effect probe: {probe}\n- Size: {facts.bytes:,} bytes, rank {facts.rank}"
         f"\n- Cost: {cost or 'not known'}, {facts.tokens:,} trained tokens{warning}"
     )
-
-
-def _when(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _link_metrics(client: "MlflowClient", policy: str, version: int, facts: VersionFacts) -> None:

@@ -118,18 +118,15 @@ def show(name: Name, as_json: Json = False, params: ParamsFile = PARAMS) -> None
         found = adapters.described(settings, catalog, row)
         leaves, more = adapters.lineage(catalog, row)
     if as_json:
-        lineage = [
-            {"depth": leaf.depth, "parent": leaf.row.parent} | adapters.shown(leaf.row) for leaf in leaves
-        ]
+        lineage = [{"depth": depth, "parent": one.parent} | adapters.shown(one) for depth, one in leaves]
         return print_json({**found, "lineage": lineage, "more": more})
     from flows.display import print_row
 
     print_row({key: value for key, value in found.items() if value not in (None, [], {})})
-    top = min(leaf.depth for leaf in leaves)
-    for leaf in leaves if len(leaves) > 1 else ():
-        mark = "  <-" if leaf.depth == 0 else ""
-        one = adapters.shown(leaf.row)
-        typer.echo(f"{'  ' * (leaf.depth - top)}{one['name']}  step {one['step']}, {one['state']}{mark}")
+    top, _ = min(leaves, key=lambda leaf: leaf[0])
+    for depth, leaf in leaves if len(leaves) > 1 else ():
+        one, mark = adapters.shown(leaf), "" if depth else "  <-"
+        typer.echo(f"{'  ' * (depth - top)}{one['name']}  step {one['step']}, {one['state']}{mark}")
     if more:
         typer.echo(
             f"The tree stops at {adapters.TREE} revisions in each direction. Ask for one of them to continue."

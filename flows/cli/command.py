@@ -38,15 +38,7 @@ from flows.cli import (
     store,
     tenants,
 )
-from flows.entry import (
-    PARAMS,
-    ParamsFile,
-    ReuseName,
-    check,
-    enter,
-    filled,
-    prefer_equal_bits,
-)
+from flows.entry import PARAMS, ParamsFile, ReuseName, check, enter, filled, prefer_equal_bits
 from tasks.deployments import install
 from tasks.outcome import Stages, shortcomings
 from tasks.purge_record import reuse_purged_name

@@ -47,14 +47,14 @@ def status(
         return print_sessions(settings, as_json)
     if residency:
         return print_residency(settings, limit, as_json)
-    from tasks.look import standing
+    from tasks.look import shown_service, standing
 
     states, now = services.status(settings), standing(settings)
     if as_json:
         return print_json({"services": [asdict(state) for state in states], **now})
-    from flows.display import print_status
+    from flows.display import print_rows
 
-    print_status(states)
+    print_rows([shown_service(state) for state in states])
     for alarm in now["alarms"]:
         say(f"Alarm: {alarm}")
     if now["frozen"]:

@@ -8,7 +8,6 @@ from typing import Literal
 
 import typer
 
-from engine.base.progress import progress_bar
 from engine.process_reaper import die_with_parent
 from flows.cli.command import main
 from flows.entry import PARAMS, ParamsFile, check, enter
@@ -29,7 +28,7 @@ def stage(
     # The stage's services must end with DVC, also when it is killed.
     die_with_parent(os.getppid())
     if name == "base":
-        with progress_bar(settings.base.name) as progress:
+        with display.base_bar() as progress:
             stages.build_base(settings, progress)
     elif name == "suites":
         stages.prepare_suites(settings)

@@ -128,7 +128,8 @@ def test_the_tables_of_services_and_of_the_main_job_fit(narrow: None, capsys: py
         "queued": 1,
     }  # fmt: skip
     display.print_rows([look.shown_session(session)], fold=("session", "writer"))
-    display.print_status([State("controller", "http://127.0.0.1:8462", "running", 1234567, RUNNING)])
+    service = State("controller", "http://127.0.0.1:8462", "running", 1234567, RUNNING)
+    display.print_rows([look.shown_service(service)])
     seconds = {
         f"{name} (s)": "12.3" for name in ("train", "export", "register", "verify", "score", "release")
     }
