@@ -184,7 +184,8 @@ def print_rows(rows: Sequence[Mapping[str, Any]], fold: Collection[str] = ()) ->
     if not rows:
         console.print("None.")
         return
-    cells = {name: [_cell(row[name]) for row in rows] for name in rows[0]}
+    # Brackets in a person's own text are no markup.
+    cells = {name: [Text("" if row[name] is None else str(row[name])) for row in rows] for name in rows[0]}
     shown = {name: column for name, column in cells.items() if any(column)}
     table = Table(box=None, pad_edge=False)
     for name in shown:
@@ -192,11 +193,6 @@ def print_rows(rows: Sequence[Mapping[str, Any]], fold: Collection[str] = ()) ->
     for row in zip(*shown.values(), strict=True):
         table.add_row(*row)
     console.print(table)
-
-
-def _cell(value: Any) -> Text:
-    # Brackets in a person's own text are no markup.
-    return Text("" if value is None else str(value))
 
 
 def print_links(links: Sequence[Any]) -> None:

@@ -42,6 +42,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ReuseName = Annotated[bool, typer.Option("--reuse-name", help="Allow a policy name that was purged before.")]
 
 
+def option(form: type[Form], name: str, *spelled: str, **more: Any) -> Any:
+    """Return the option of a form's field, with the field's own help."""
+    return typer.Option(*spelled, help=form.model_fields[name].description, **more)
+
+
 def print_json(value: Any) -> None:
     """Print a value as indented JSON."""
     typer.echo(json.dumps(value, indent=2))

@@ -70,14 +70,11 @@ def pages(
         return
     place = (last.digest, last.policy) if last else None
     while rows := catalog.revisions.scan(place, page):
-        wanted = [row for row in rows if _is_wanted(row, owner, retired)]
-        if wanted:
+        if wanted := [
+            row for row in rows if owner in (None, row.owner) and (retired or row.retired_at is None)
+        ]:
             yield wanted
         place = (rows[-1].digest, rows[-1].policy)
-
-
-def _is_wanted(row: Revision, owner: str | None, retired: bool) -> bool:
-    return (owner is None or row.owner == owner) and (retired or row.retired_at is None)
 
 
 def shown(row: Revision) -> dict[str, Any]:

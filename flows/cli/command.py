@@ -38,7 +38,7 @@ from flows.cli import (
     store,
     tenants,
 )
-from flows.entry import PARAMS, ParamsFile, ReuseName, check, enter, filled, prefer_equal_bits
+from flows.entry import PARAMS, ParamsFile, ReuseName, check, enter, filled, option, prefer_equal_bits
 from tasks.deployments import install
 from tasks.outcome import Stages, shortcomings
 from tasks.purge_record import reuse_purged_name
@@ -152,11 +152,11 @@ def adapt(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="POLICY...", show_default=False, help="Policies to adapt.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Training steps of this run.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate of this run.")] = None,
-    rank: Annotated[int | None, typer.Option(help="Rank of this run's adapter.")] = None,
-    loss: Annotated[str | None, typer.Option(help="Loss of this run.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of this run's problems and samples.")] = None,
+    steps: Annotated[int | None, option(AdaptForm, "steps")] = None,
+    lr: Annotated[float | None, option(AdaptForm, "lr")] = None,
+    rank: Annotated[int | None, option(AdaptForm, "rank")] = None,
+    loss: Annotated[str | None, option(AdaptForm, "loss")] = None,
+    seed: Annotated[int | None, option(AdaptForm, "seed")] = None,
     reuse_name: ReuseName = False,
     params: ParamsFile = PARAMS,
 ) -> None:

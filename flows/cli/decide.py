@@ -19,6 +19,7 @@ from flows.entry import (
     enter,
     filled,
     is_in_catalog_alone,
+    option,
     pinned,
 )
 from tasks.outcome import release_row
@@ -45,24 +46,11 @@ def release(
         str, typer.Argument(help="POLICY@DIGEST, or POLICY for its newest exported revision.")
     ],
     by: By = "cli",
-    skip_score: Annotated[
-        str | None, typer.Option(help="Skip the offline score and record this reason.")
-    ] = None,
-    skip_canary: Annotated[str | None, typer.Option(help="Skip the canary and record this reason.")] = None,
-    approval_hours: Annotated[
-        float | None,
-        typer.Option(
-            help="Wait at most this many hours for an approval before the canary; 0: no approval needed. "
-            "Default: release.approval_s."
-        ),
-    ] = None,
+    skip_score: Annotated[str | None, option(ReleaseForm, "skip_score")] = None,
+    skip_canary: Annotated[str | None, option(ReleaseForm, "skip_canary")] = None,
+    approval_hours: Annotated[float | None, option(ReleaseForm, "approval_hours")] = None,
     if_running: Annotated[
-        IfRunning,
-        typer.Option(
-            metavar="refuse|wait|replace",
-            help="While another release of the policy runs: refuse, wait for its verdict, or replace it. A "
-            "replaced release is held.",
-        ),
+        IfRunning, option(ReleaseForm, "if_running", metavar="refuse|wait|replace")
     ] = "refuse",
     params: ParamsFile = PARAMS,
 ) -> None:

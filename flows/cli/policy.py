@@ -19,6 +19,7 @@ from flows.entry import (
     ReuseName,
     enter,
     filled,
+    option,
     print_found,
     print_json,
 )
@@ -35,33 +36,29 @@ def create(
     data: Annotated[
         Path, typer.Option(help="Questions and answers: JSON lines, JSON, CSV, Parquet or a saved dataset.")
     ],
-    verifier: Annotated[str, typer.Option(help="exact, numeric, regex, json-schema or python:MODULE:FUNC")],
-    owner: Annotated[str, typer.Option(help="Whose policy it is.")] = "local",
-    base: Annotated[str | None, typer.Option(help="The resident base.")] = None,
-    system: Annotated[str | None, typer.Option(help="System prompt before every question.")] = None,
+    verifier: Annotated[str, option(CreatePolicyForm, "verifier")],
+    owner: Annotated[str, option(CreatePolicyForm, "owner")] = "local",
+    base: Annotated[str | None, option(CreatePolicyForm, "base")] = None,
+    system: Annotated[str | None, option(CreatePolicyForm, "system")] = None,
     few_shot: Annotated[
-        Path | None, typer.Option(help="Worked questions before each one, in such a file.")
+        Path | None, typer.Option(help="Put the worked examples in this file before every question.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    steps: Annotated[int | None, option(CreatePolicyForm, "steps")] = None,
+    lr: Annotated[float | None, option(CreatePolicyForm, "lr")] = None,
     loss: Annotated[
         str | None, typer.Option(help="dapo, grpo, dr_grpo, gspo, cispo, ppo or python:MODULE:FUNC")
     ] = None,
-    kl: Annotated[
-        float | None, typer.Option(help="Weight of the KL divergence to the base in the loss.")
-    ] = None,
-    rank: Annotated[int | None, typer.Option(help="Rank of the adapter, at most engine.max_rank.")] = None,
-    groups: Annotated[int | None, typer.Option(help="Problems a step.")] = None,
-    group_size: Annotated[int | None, typer.Option(help="Samples a problem.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, tokens.")] = None,
-    items: Annotated[int, typer.Option(help="Frozen items at most.")] = 200,
+    kl: Annotated[float | None, option(CreatePolicyForm, "kl")] = None,
+    rank: Annotated[int | None, option(CreatePolicyForm, "rank")] = None,
+    groups: Annotated[int | None, option(CreatePolicyForm, "groups")] = None,
+    group_size: Annotated[int | None, option(CreatePolicyForm, "group_size")] = None,
+    max_tokens: Annotated[int | None, option(CreatePolicyForm, "max_tokens")] = None,
+    items: Annotated[int, option(CreatePolicyForm, "items")] = 200,
     scheduled: Annotated[
-        bool | None, typer.Option("--scheduled/--unscheduled", help="Adapted by the nightly flow when due.")
+        bool | None, option(CreatePolicyForm, "scheduled", "--scheduled/--unscheduled")
     ] = None,
-    max_age_hours: Annotated[float | None, typer.Option(help="Due when older than this.")] = None,
-    drift_after_hours: Annotated[
-        float | None, typer.Option(help="Due when users' rewards stayed under the score for so long.")
-    ] = None,
+    max_age_hours: Annotated[float | None, option(CreatePolicyForm, "max_age_hours")] = None,
+    drift_after_hours: Annotated[float | None, option(CreatePolicyForm, "drift_after_hours")] = None,
     reuse_name: ReuseName = False,
     params: ParamsFile = PARAMS,
 ) -> None:
