@@ -58,15 +58,16 @@ class Adapted:
 
     @property
     def scores(self) -> dict[str, str]:
-        """Return the revision's cells of a table; the one on general text only where that was measured."""
+        """Return the cells of the scores; the one on general text only where that was measured."""
         told = {"perplexity": " to ".join(f"{one.value:.2f}" for one in self.general)} if self.general else {}
         scores = {"base score": interval_text(self.base), "revision score": interval_text(self.revision)}
-        return {"revision": served_name(self.policy, self.digest), **scores, **told}
+        return {**scores, **told}
 
     def row(self) -> dict[str, Any]:
         """Return a table row."""
         seconds = {f"{name} (s)": seconds for name, seconds in self.seconds.items()}
-        return {**self.scores, "version": self.version, **seconds}
+        name = served_name(self.policy, self.digest)
+        return {"revision": name, "version": self.version, **self.scores, **seconds}
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ def policy_row(adapted: Adapted, ended: Mapping[str, Any]) -> dict[str, Any]:
     """Return a policy's row of the main job's table: scores, verdict, seconds of each stage."""
     seconds = {**adapted.seconds, "release": ended["updated_at"] - ended["created_at"]}
     told = {f"{name} (s)": f"{value:.1f}" for name, value in seconds.items()}
-    return {**adapted.scores, "verdict": VERDICTS[ended["state"]], **told}
+    name, verdict = served_name(adapted.policy, adapted.digest), VERDICTS[ended["state"]]
+    return {"revision": name, **adapted.scores, "verdict": verdict, **told}
 
 
 def score_row(score: "Score") -> dict[str, Any]:
