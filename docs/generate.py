@@ -72,47 +72,46 @@ def cli_page() -> str:
     root = typer.main.get_command(app)
     found = list(commands(root, "graftwork"))
     runnable = [(name, one) for name, one in found if not hasattr(one, "commands")]
-    shared = set.intersection(*({option_key(each) for each in one.params} for _, one in runnable))
-    summary = [(f"[{code(name)}](#{name.replace(' ', '-')})", first_line(one)) for name, one in runnable]
-    common = [each for each in runnable[0][1].params if option_key(each) in shared]
+    groups: dict[str, list[tuple[str, ...]]] = {}
+    for name, one in runnable:
+        row = (f"[{code(name)}](#{name.replace(' ', '-')})", first_line(one))
+        groups.setdefault(panel_of(root, name), []).append(row)
     return "\n\n".join(
         [
             "# Command line",
             NOTE.format("the help texts in flows/cli"),
             f"{root.help} The command is `.venv/bin/graftwork`; `--help` works everywhere.",
-            table(("command", "does"), *summary),
-            "These options belong to every command:",
-            parameters(common),
+            *(f"**{title}**\n\n{table(('command', 'does'), *rows)}" for title, rows in groups.items()),
             "Exit codes:",
             table(("code", "meaning"), *((str(key), says) for key, says in EXIT_CODES.items())),
-            *(section(name, one, shared) for name, one in found),
+            *(section(name, one) for name, one in found),
         ]
     )
 
 
 def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the full name and the command of each visible group and command below `command`."""
+    """Yield the full name and the command of each group and command below `command`."""
     for word, each in command.commands.items():
-        if not each.hidden:
-            yield f"{name} {word}", each
-            if hasattr(each, "commands"):
-                yield from commands(each, f"{name} {word}")
+        yield f"{name} {word}", each
+        if hasattr(each, "commands"):
+            yield from commands(each, f"{name} {word}")
 
 
-def option_key(parameter: Any) -> tuple[str, str]:
-    return parameter.name, parameter.help or ""
+def panel_of(root: Any, name: str) -> str:
+    """Return the heading under which the help has a command, or the group that it is in."""
+    panel = root.commands[name.split()[1]].rich_help_panel
+    return panel if isinstance(panel, str) else "Daily work"
 
 
 def first_line(command: Any) -> str:
     return inspect.cleandoc(command.help or "").splitlines()[0]
 
 
-def section(name: str, command: Any, shared: set[tuple[str, str]]) -> str:
-    """Return a command's section; options in `shared` are left out."""
+def section(name: str, command: Any) -> str:
+    """Return a command's section."""
     parts = [f"{'#' * name.count(' ')}# {name}", inspect.cleandoc(command.help or "")]
-    own = [each for each in command.params if option_key(each) not in shared and not each.hidden]
-    if own:
-        parts.append(parameters(own))
+    if command.params:
+        parts.append(parameters(command.params))
     return "\n\n".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""The flows `promote`, `rollback`, `restore`, `hold`: a person decides, and the controller carries it out."""
+"""The flows `promote`, `rollback`, `hold` and `restore`: decisions in a person's name, by the controller."""
 
 from typing import Any
 
@@ -31,18 +31,14 @@ def restore(form: RestoreForm) -> dict[str, Any]:
 @flow(name="hold", flow_run_name="hold {form.policy}")
 def hold(form: HoldForm) -> dict[str, Any]:
     """End the policy's running release; its champion stays."""
-    tag_run(f"policy:{form.policy}")
-    ended = steps.hold(flow_settings(), form)
-    show_table([ended], f"decision-{form.policy}", form.reason)
-    steps.update_page(flow_settings(), form.policy, ended["revision"])
-    return ended
+    return _decide("hold", form)
 
 
-def _decide(action: str, form: DecideForm | RestoreForm) -> dict[str, Any]:
-    named = (f"revision:{form.policy}@{form.digest}",) if form.digest else ()
-    tag_run(f"policy:{form.policy}", *named)
+def _decide(action: str, form: DecideForm | HoldForm | RestoreForm) -> dict[str, Any]:
+    digest = None if isinstance(form, HoldForm) else form.digest
+    tag_run(f"policy:{form.policy}", *([f"revision:{form.policy}@{digest}"] if digest else []))
     params = flow_settings()
     decided = steps.decide(params, action, form)
     show_table([decided], f"decision-{form.policy}", form.reason)
-    steps.update_page(params, form.policy, form.digest or decided["champion"])
+    steps.update_page(params, form.policy, digest or decided["revision" if action == "hold" else "champion"])
     return decided

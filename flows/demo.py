@@ -6,6 +6,7 @@ release code they are ordinary users.
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
 import uuid
@@ -17,6 +18,7 @@ from prefect import flow
 
 from engine.base.prompts import messages_of
 from engine.errors import ServiceError
+from engine.files import write_whole
 from engine.settings.forms import AdaptForm, ReleaseForm
 from engine.settings.own_functions import refuse_unlisted
 from engine.settings.params import Params
@@ -26,16 +28,7 @@ from flows.adapt import adapt
 from flows.display import print_stage
 from flows.release import release
 from flows.report import publish_report
-from tasks.outcome import (
-    Adapted,
-    Outcome,
-    Stages,
-    judge_rollback,
-    local_key,
-    policy_row,
-    summary,
-    write_summary,
-)
+from tasks.outcome import Adapted, Outcome, Stages, judge_rollback, local_key, policy_row, summary
 from tasks.progress import show_link, show_table
 from tasks.release import controller
 
@@ -75,7 +68,7 @@ def demo(params: Params, stages: dict[str, float], began: float) -> Outcome:
         path = publish_report(began, time.time(), stages)
     releases = [ended for ended, _ in released]
     result = summary(adapted, releases, rolled_back, stages, time.time() - began)
-    write_summary(result, params.paths.runs / "latest.json")
+    write_whole(params.paths.runs / "latest.json", json.dumps(result, indent=2) + "\n")
     rows = [*map(policy_row, adapted, releases), policy_row(bad, bad_release)]
     show_table(rows, "main-job", "The main job's policies")
     show_link(path.as_uri(), "the HTML report", "main-job-report")

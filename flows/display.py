@@ -14,10 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from engine.base.progress import Progress as OnBase
 from engine.base.resident import ensure_base
 from engine.settings.params import Params
 from engine.training.service.train_step import TrainStep
-from tasks.outcome import Outcome, Stages, age
+from tasks.outcome import Outcome, Stages
 from tasks.progress import told_reward
 
 console = Console(highlight=False)
@@ -45,23 +46,29 @@ def live() -> Iterator[None]:
         steps.remove_task(task)
 
 
+@contextlib.contextmanager
+def base_bar() -> Iterator[OnBase]:
+    """Give a function that shows how far a base is made; the bar appears with the first step."""
+    bar = steps.add_task("base", total=None, note="", visible=False)
+
+    def progress(step: int, total: int, note: str) -> None:
+        steps.start()
+        steps.update(bar, completed=step, total=total, note=note, visible=True)
+
+    try:
+        yield progress
+    finally:
+        if steps.live.is_started:
+            steps.stop()
+        steps.remove_task(bar)
+
+
 def base_builder(params: Params, stages: Stages) -> Callable[[], object]:
     """Return a function that builds or converts the base with a progress bar, if it is not there yet."""
 
     def build() -> object:
-        bar = steps.add_task("base", total=None, note="", visible=False)
-
-        def progress(step: int, total: int, note: str) -> None:
-            steps.start()
-            steps.update(bar, completed=step, total=total, note=note, visible=True)
-
-        try:
-            with stages("base"):
-                return ensure_base(params.base, params.paths, progress)
-        finally:
-            if steps.live.is_started:
-                steps.stop()
-            steps.remove_task(bar)
+        with base_bar() as progress, stages("base"):
+            return ensure_base(params.base, params.paths, progress)
 
     return build
 
@@ -133,16 +140,6 @@ def print_addresses(params: Params) -> None:
     console.print("`graftwork login` prints their users and passwords.")
 
 
-def print_status(states: Sequence[Any]) -> None:
-    """Print a line for each service; `up` is how long it has run."""
-    print_rows(
-        [
-            {"service": it.name, "state": it.state, "address": it.url, "pid": it.pid, "up": age(it.seconds)}
-            for it in states
-        ]
-    )
-
-
 def key_rows(keys: Sequence[Any], now: float) -> list[dict[str, Any]]:
     """Return a row for each key, for people; `now` decides which have expired."""
     return [
@@ -187,7 +184,8 @@ def print_rows(rows: Sequence[Mapping[str, Any]], fold: Collection[str] = ()) ->
     if not rows:
         console.print("None.")
         return
-    cells = {name: [_cell(row[name]) for row in rows] for name in rows[0]}
+    # Brackets in a person's own text are no markup.
+    cells = {name: [Text("" if row[name] is None else str(row[name])) for row in rows] for name in rows[0]}
     shown = {name: column for name, column in cells.items() if any(column)}
     table = Table(box=None, pad_edge=False)
     for name in shown:
@@ -195,11 +193,6 @@ def print_rows(rows: Sequence[Mapping[str, Any]], fold: Collection[str] = ()) ->
     for row in zip(*shown.values(), strict=True):
         table.add_row(*row)
     console.print(table)
-
-
-def _cell(value: Any) -> Text:
-    # Brackets in a person's own text are no markup.
-    return Text("" if value is None else str(value))
 
 
 def print_links(links: Sequence[Any]) -> None:

@@ -3,7 +3,12 @@
 Only entry points read the environment; the code below gets settings.
 """
 
+import json
 import os
+import re
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -14,7 +19,6 @@ from engine.base.names import TOYS, TRAINABLE
 from engine.catalog.records import split_served_name
 from engine.errors import ConfigError
 from engine.security.credentials import LOGIN_VARIABLES, create_credentials
-from engine.services import lifecycle as services
 from engine.services.lifecycle import PARAMS_VARIABLE, environment
 from engine.settings.forms import Form
 from engine.settings.model import Settings, explain
@@ -22,6 +26,10 @@ from engine.settings.params import Params, known_policies, load_params
 from engine.settings.reproducible import VALUE, VARIABLE
 
 PARAMS = Path("params.yaml")
+SAID_EVERY_S = 5.0
+DURATION = re.compile(r"(\d{1,9})([smhdw])")
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+LONGEST_S = 100 * 365 * 86_400
 FormModel = TypeVar("FormModel", bound=Form)
 ParamsFile = Annotated[
     Path,
@@ -31,13 +39,49 @@ Revision = Annotated[str, typer.Argument(help="Revision as POLICY@DIGEST; the di
 By = Annotated[str, typer.Option(help="Record this name for the decision.")]
 Reason = Annotated[str, typer.Option(help="Record this reason for the decision.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
 ReuseName = Annotated[bool, typer.Option("--reuse-name", help="Allow a policy name that was purged before.")]
 
 
-def asked(form: type[Form], name: str, *flags: str, **more: Any) -> Any:
-    """Return the option that fills in a form's field, with the field's sentence; `filled` checks it."""
-    return typer.Option(*flags, help=form.model_fields[name].description, **more)
+def option(form: type[Form], name: str, *spelled: str, **more: Any) -> Any:
+    """Return the option of a form's field, with the field's own help."""
+    return typer.Option(*spelled, help=form.model_fields[name].description, **more)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as indented JSON."""
+    typer.echo(json.dumps(value, indent=2))
+
+
+def print_found(
+    as_json: bool, found: Any, rows: Sequence[Mapping[str, Any]] | None = None, fold: Collection[str] = ()
+) -> None:
+    """Print what was found as JSON, or else its `rows` as a table; without `rows` it is rows itself."""
+    if as_json:
+        return print_json(found)
+    from flows.display import print_rows
+
+    print_rows(found if rows is None else rows, fold)
+
+
+def seconds_of(text: str, least: float = 0) -> float:
+    """Return the seconds of a duration such as 90d, 12h or 30m; raises `ConfigError` for another one."""
+    match = DURATION.fullmatch(text)
+    if not match or not least <= int(match[1]) * UNITS[match[2]] <= LONGEST_S:
+        raise ConfigError(f"{text!r} is not a duration. Write a number and s, m, h, d or w: 30m, 12h or 90d.")
+    return int(match[1]) * UNITS[match[2]]
+
+
+def now_and_then() -> Callable[[Callable[[], str]], None]:
+    """Return a function that prints a line to stderr, at most every `SAID_EVERY_S` seconds."""
+    said = time.monotonic()
+
+    def say(line: Callable[[], str]) -> None:
+        nonlocal said
+        if time.monotonic() - said >= SAID_EVERY_S:
+            said = time.monotonic()
+            print(line(), file=sys.stderr, flush=True)
+
+    return say
 
 
 def variables_with(folder: Path) -> dict[str, str]:
@@ -153,11 +197,6 @@ def is_in_catalog_alone(settings: Params, policy: str) -> bool:
 
     with open_catalog(settings.paths) as index:
         return bool(index.policies.owners([policy]))
-
-
-def require_services(settings: Params) -> None:
-    """Raise unless the services run."""
-    services.require_running(settings)
 
 
 def catalog(params: Path) -> Any:

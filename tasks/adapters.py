@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,9 +22,6 @@ from engine.store.open import open_store
 
 PAGE = 500
 DIGITS = re.compile(r"[0-9a-f]{4,64}")
-DURATION = re.compile(r"(\d{1,9})(s|m|h|d|w)")
-SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
-LONGEST_S = 100 * 365 * 86_400
 # The most revisions of a lineage tree in each direction.
 TREE = 100
 
@@ -73,14 +70,11 @@ def pages(
         return
     place = (last.digest, last.policy) if last else None
     while rows := catalog.revisions.scan(place, page):
-        wanted = [row for row in rows if _is_wanted(row, owner, retired)]
-        if wanted:
+        if wanted := [
+            row for row in rows if owner in (None, row.owner) and (retired or row.retired_at is None)
+        ]:
             yield wanted
         place = (rows[-1].digest, rows[-1].policy)
-
-
-def _is_wanted(row: Revision, owner: str | None, retired: bool) -> bool:
-    return (owner is None or row.owner == owner) and (retired or row.retired_at is None)
 
 
 def shown(row: Revision) -> dict[str, Any]:
@@ -114,51 +108,29 @@ def described(params: Params, catalog: Catalog, row: Revision) -> dict[str, Any]
     }
 
 
-@dataclass(frozen=True)
-class Leaf:
-    """A revision of a lineage; `depth` is 0 for the one asked for, negative for its ancestors."""
+def lineage(catalog: Catalog, row: Revision, limit: int = TREE) -> tuple[list[tuple[int, Revision]], bool]:
+    """Return a revision with its ancestors (oldest first) and descendants (depth first), each with its depth.
 
-    depth: int
-    row: Revision
-
-
-def lineage(catalog: Catalog, row: Revision, limit: int = TREE) -> tuple[list[Leaf], bool]:
-    """Return a revision with its ancestors (oldest first) and descendants (depth first).
-
-    The second value is whether there are more than `limit` in either direction.
+    The depth is 0 for the revision itself, negative for ancestors. The second value is whether there are more
+    than `limit` in either direction.
     """
     parents = catalog.listing.parents(row.policy, row.digest, limit)
-    found = [Leaf(-place, parent) for place, parent in enumerate(parents, start=1)]
-    below: list[Leaf] = []
+    found = [(-place, parent) for place, parent in enumerate(parents, start=1)]
+    below: list[tuple[int, Revision]] = []
     seen = {row.digest, *(parent.digest for parent in parents)}
-    waiting, more = [Leaf(0, row)], len(parents) == limit and parents[-1].parent is not None
+    waiting, more = [(0, row)], len(parents) == limit and parents[-1].parent is not None
     while waiting:
-        leaf = waiting.pop()
+        depth, leaf = waiting.pop()
         if len(below) > limit:
             more = True
             break
-        below.append(leaf)
-        children = catalog.listing.children(row.policy, leaf.row.digest, limit)
+        below.append((depth, leaf))
+        children = catalog.listing.children(row.policy, leaf.digest, limit)
         fresh = [child for child in children if child.digest not in seen]
         seen |= {child.digest for child in fresh}
-        waiting += [Leaf(leaf.depth + 1, child) for child in reversed(fresh)]
+        waiting += [(depth + 1, child) for child in reversed(fresh)]
         more = more or len(children) == limit
     return [*reversed(found), *below], more
-
-
-def expiry(after: str | None, never: bool, now: float) -> float | None:
-    """Return the time (epoch seconds) of `--in 30d`, or None for `--never`.
-
-    Raises `ConfigError` for both, neither, or a malformed duration.
-    """
-    if bool(after) == never:
-        raise ConfigError("Give either `--in`, such as `--in 30d` (s, m, h, d or w), or `--never`.")
-    if never:
-        return None
-    match = DURATION.fullmatch(after or "")
-    if not match or not 0 < int(match[1]) * SECONDS[match[2]] <= LONGEST_S:
-        raise ConfigError(f"{after!r} is not a duration. Write a number and s, m, h, d or w, such as 30d.")
-    return now + int(match[1]) * SECONDS[match[2]]
 
 
 def export(params: Params, catalog: Catalog, row: Revision, target: Path, packed: bool) -> Path:

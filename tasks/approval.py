@@ -18,13 +18,13 @@ GRACE_S = 300.0
 def ask_for_approval(params: Params, release_id: str) -> None:
     """Suspend the flow run at the approval gate, then send the answer to the controller.
 
-    A run that no deployment started cannot be suspended; it continues, and `graftwork approve` answers.
+    A run that no deployment started cannot be suspended; it goes on, and `graftwork decide approve` answers.
     Prefect restarts a suspended run from its beginning, so every earlier step is idempotent.
     """
     from prefect.flow_runs import suspend_flow_run
     from prefect.runtime import deployment
 
-    # After `graftwork approve` the release is past this step, also when this run is a restart.
+    # After `graftwork decide approve` the release is past this step, also when this run is a restart.
     with controller(params) as client:
         release = client.wait_for_step(release_id, "approval", 120)
         if release["state"] != "running" or release["step"] != "approval" or not deployment.id:

@@ -27,16 +27,15 @@ from engine.catalog.copying import copy_sqlite, snapshot
 from engine.catalog.leases import BACKUP, SKEW_S
 from engine.catalog.opening import open_catalog
 from engine.catalog.records import SCHEMA_VERSION
-from engine.clients.controller import ControllerClient
 from engine.errors import ConfigError, Conflict, DamagedBytes, NotFound, ServiceError
 from engine.file_lock import alone_in
 from engine.settings.params import Params, Paths
 from engine.store.open import open_store
 from engine.threads import PeriodicThread
 from engine.version import code_version
-from tasks.outcome import local_key
 from tasks.purge import CONTROLLER_S, HANDED_OVER_S
 from tasks.purge_record import purges
+from tasks.release import controller
 
 # Longer than clocks of machines that share a catalog may differ; and how often it is renewed.
 LEASE_S, RENEW_S = SKEW_S + 60.0, 10.0
@@ -233,7 +232,7 @@ def _copy_ledger(params: Params, catalog: Catalog, writer: BackupWriter) -> None
             ledger.snapshot(paths.ledger_snapshot)
     except Conflict:
         # Its one writer is the controller.
-        with ControllerClient(params.url("controller"), local_key(params), CONTROLLER_S) as client:
+        with controller(params, timeout_s=CONTROLLER_S) as client:
             client.publish_ledger()
     writer.add_file("state/ledger.snapshot.duckdb", paths.ledger_snapshot)
     writer.add_again("state/ledger.duckdb", "state/ledger.snapshot.duckdb")

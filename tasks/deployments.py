@@ -57,10 +57,12 @@ def install(params: Params) -> int:
     from prefect.client.orchestration import get_client
     from prefect.exceptions import PrefectHTTPStatusError
 
+    deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
     try:
         with get_client(sync_client=True) as client:
             _install_pool(client)
-            names = [_deploy(params, wanted) for wanted in read_deployments()]
+            for wanted in deployments:
+                _deploy(params, wanted)
             for automation in (_notification(params), _dead_runs()):
                 _replace(client, automation)
     except (httpx.HTTPError, PrefectHTTPStatusError) as error:
@@ -68,12 +70,7 @@ def install(params: Params) -> int:
             f"Prefect at {params.url('prefect')} refused the deployments: {error}. "
             f"Check {params.paths.logs}/prefect.log, then run `graftwork up` again."
         ) from None
-    return len(names)
-
-
-def read_deployments(root: Path = ROOT) -> list[dict[str, Any]]:
-    """Return the entries of prefect.yaml."""
-    return list(yaml.safe_load((root / "prefect.yaml").read_text())["deployments"])
+    return len(deployments)
 
 
 def _install_pool(client: "SyncPrefectClient") -> None:
@@ -88,7 +85,7 @@ def _install_pool(client: "SyncPrefectClient") -> None:
         client.update_work_pool(WORK_POOL, WorkPoolUpdate(base_job_template=JOB_TEMPLATE))
 
 
-def _deploy(params: Params, wanted: dict[str, Any]) -> str:
+def _deploy(params: Params, wanted: dict[str, Any]) -> None:
     from prefect.client.schemas.objects import ConcurrencyLimitConfig
     from prefect.deployments.runner import RunnerDeployment
     from prefect.runner.storage import LocalStorage
@@ -112,7 +109,6 @@ def _deploy(params: Params, wanted: dict[str, Any]) -> str:
     deployment.entrypoint = wanted["entrypoint"]
     deployment.storage = LocalStorage(str(ROOT))
     deployment.apply(work_pool_name=WORK_POOL)
-    return wanted["name"]
 
 
 def _notification(params: Params) -> "AutomationCore":

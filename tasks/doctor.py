@@ -6,13 +6,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import httpx
 import psutil
 
+from engine.catalog.audit import Audit
+from engine.catalog.catalog import Catalog
+from engine.catalog.opening import open_catalog
 from engine.clients.http import connect
 from engine.clients.prefect import PrefectLogin
 from engine.errors import GraftworkError
@@ -20,6 +22,7 @@ from engine.security.credentials import NAMES, USER, known_credential
 from engine.services import lifecycle
 from engine.settings.params import DIGEST12, Params
 from engine.training.service.client import TrainerClient
+from tasks.backup import newest
 from tasks.stuck_runs import open_prefect, stuck_runs, worker_started
 
 CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
@@ -45,12 +48,15 @@ class Finding:
     advice: str = ""
 
 
+Findings = Iterator[Finding]
+
+
 def examine(params: Params) -> list[Finding]:
     """Run every check; a check that cannot run is a finding too."""
-    checks: dict[str, Callable[[Params], Iterator[Finding]]] = {
+    checks: dict[str, Callable[[Params], Findings]] = {
         "versions": _versions, "disk": _disk, "rights": _rights, "ports": _ports, "listening": _listening,
-        "credentials": _credentials, "clocks": _clocks, "audit": _audit, "backup": _backup,
-        "engines": _engines, "runs": _runs,
+        "credentials": _credentials, "clocks": _of_catalog(_clocks), "audit": _of_catalog(_audit),
+        "backup": _of_catalog(_backup), "engines": _of_catalog(_engines), "runs": _runs,
     }  # fmt: skip
     found: list[Finding] = []
     for name, check in checks.items():
@@ -63,7 +69,18 @@ def examine(params: Params) -> list[Finding]:
     return found
 
 
-def _versions(_: Params) -> Iterator[Finding]:
+def _of_catalog(check: Callable[[Catalog], Findings]) -> Callable[[Params], Findings]:
+    """Return a check that looks into the catalog, where there is one."""
+
+    def checked(params: Params) -> Findings:
+        if params.paths.has_catalog:
+            with open_catalog(params.paths) as catalog:
+                yield from check(catalog)
+
+    return checked
+
+
+def _versions(_: Params) -> Findings:
     if not CONSTRAINTS.is_file():
         return
     lines = CONSTRAINTS.read_text().splitlines()
@@ -77,7 +94,7 @@ def _versions(_: Params) -> Iterator[Finding]:
                 )
 
 
-def _disk(params: Params) -> Iterator[Finding]:
+def _disk(params: Params) -> Findings:
     if params.state_dir.is_dir() and (free := shutil.disk_usage(params.state_dir).free) < DISK_BYTES:
         yield Finding(
             "disk",
@@ -86,7 +103,7 @@ def _disk(params: Params) -> Iterator[Finding]:
         )
 
 
-def _rights(params: Params) -> Iterator[Finding]:
+def _rights(params: Params) -> Findings:
     paths = params.paths
     private = [paths.local_key, paths.root / "supervisor.conf", paths.root / "params.json"]
     for path in (*private, paths.credentials, *(paths.credentials / name for name in NAMES)):
@@ -97,7 +114,7 @@ def _rights(params: Params) -> Iterator[Finding]:
         yield Finding("rights", f"others may look into {paths.root}", f"Run `chmod go= {paths.root}`.")
 
 
-def _ports(params: Params) -> Iterator[Finding]:
+def _ports(params: Params) -> Findings:
     """Say which ports another program holds, or which service of ours does not answer."""
     if not lifecycle.is_running(params):
         for name, held in lifecycle.held_ports(params, lifecycle.RESIDENT).items():
@@ -112,7 +129,7 @@ def _ports(params: Params) -> Iterator[Finding]:
             yield Finding("ports", f"{state.name} is {state.state}", f"Read {log}.")
 
 
-def _listening(params: Params) -> Iterator[Finding]:
+def _listening(params: Params) -> Findings:
     """Say where the services' processes listen besides a loopback address, as the system reports it."""
     for state in lifecycle.status(params):
         if state.pid is None:
@@ -131,52 +148,38 @@ def _listening(params: Params) -> Iterator[Finding]:
                 )  # fmt: skip
 
 
-def _credentials(params: Params) -> Iterator[Finding]:
+def _credentials(params: Params) -> Findings:
     """Say which credential is missing, or refused by its running service."""
     missing = [name for name in NAMES if not known_credential(params.paths, name)]
     if missing:
         seen = f"{', '.join(missing)}: no file that you may read in {params.paths.credentials}"
         yield Finding("credentials", seen, "`graftwork up` creates them, for the user who starts it.")
         return
-    running = {state.name for state in lifecycle.status(params) if state.state == "running"}
     mlflow, prefect = (known_credential(params.paths, name) for name in ("mlflow", "prefect"))
-    asked: dict[str, Callable[[], object]] = {
-        "mlflow": partial(
-            _ask,
-            params,
-            "mlflow",
-            "/api/2.0/mlflow/experiments/search?max_results=1",
-            httpx.BasicAuth(USER, mlflow),
-        ),
-        "prefect": partial(_ask, params, "prefect", "/api/admin/version", PrefectLogin(USER, prefect)),
-        "trainer": lambda: TrainerClient.of(params, patience_s=0.0).health(),
+    pages: dict[str, tuple[str, httpx.Auth]] = {
+        "mlflow": ("/api/2.0/mlflow/experiments/search?max_results=1", httpx.BasicAuth(USER, mlflow)),
+        "prefect": ("/api/admin/version", PrefectLogin(USER, prefect)),
     }
-    for name, ask in asked.items():
-        if name in running:
-            try:
-                ask()
-            except (httpx.HTTPError, GraftworkError) as error:
-                yield Finding(
-                    "credentials", f"{name} does not accept its own: {error}", "Restart the services."
-                )
+    for name in _running(params) & {*pages, "trainer"}:
+        try:
+            if name == "trainer":
+                TrainerClient.of(params, patience_s=0.0).health()
+            else:
+                path, login = pages[name]
+                with connect(params.url(name), TIMEOUT_S, login) as client:
+                    client.get(path).raise_for_status()
+        except (httpx.HTTPError, GraftworkError) as error:
+            seen = f"{name} does not accept its own: {error}"
+            yield Finding("credentials", seen, "Restart the services.")
 
 
-def _ask(params: Params, service: str, path: str, login: httpx.Auth) -> None:
-    with connect(params.url(service), TIMEOUT_S, login) as client:
-        client.get(path).raise_for_status()
+def _running(params: Params) -> set[str]:
+    return {state.name for state in lifecycle.status(params) if state.state == "running"}
 
 
-def _clocks(params: Params) -> Iterator[Finding]:
+def _clocks(catalog: Catalog) -> Findings:
     """Compare this machine's clock with the newest entry of the catalog, and with a Postgres server's."""
-    if not params.paths.has_catalog:
-        return
-    from engine.catalog.audit import Audit
-    from engine.catalog.opening import open_catalog
-
-    with open_catalog(params.paths) as catalog:
-        newest = Audit(catalog.access).newest(1)
-        server = catalog.server_time()
-    now = time.time()
+    newest, server, now = Audit(catalog.access).newest(1), catalog.server_time(), time.time()
     advice = "Synchronise the clock (NTP): leases, expiry and canaries rely on it."
     if newest and newest[0].at > now + CLOCK_S:
         yield Finding("clocks", f"the newest change is {newest[0].at - now:.0f} s in the future", advice)
@@ -184,43 +187,26 @@ def _clocks(params: Params) -> Iterator[Finding]:
         yield Finding("clocks", f"this machine is {now - server:+.0f} s from the catalog's server", advice)
 
 
-def _audit(params: Params) -> Iterator[Finding]:
-    if params.paths.has_catalog:
-        from engine.catalog.audit import Audit
-        from engine.catalog.opening import open_catalog
-
-        with open_catalog(params.paths) as catalog:
-            last, digest = Audit(catalog.access).verify()
-        yield Finding("audit", f"{last} entries fit their hashes; the last is {last}:{digest}")
+def _audit(catalog: Catalog) -> Findings:
+    last, digest = Audit(catalog.access).verify()
+    yield Finding("audit", f"{last} entries fit their hashes; the last is {last}:{digest}")
 
 
-def _backup(params: Params) -> Iterator[Finding]:
+def _backup(catalog: Catalog) -> Findings:
     """Say when the installation was last backed up; one without a backup counts from its first change."""
-    if not params.paths.has_catalog:
-        return
-    from engine.catalog.audit import Audit
-    from engine.catalog.opening import open_catalog
-    from tasks.backup import newest
-
-    with open_catalog(params.paths) as catalog:
-        last, began = newest(catalog), Audit(catalog.access).page(limit=1)
+    last, began = newest(catalog), Audit(catalog.access).page(limit=1)
     if last is None and not began:
         return
     at, place = last or (began[0].at, "")
     days = (time.time() - at) / DAY_S
     seen = f"the last one, to {place}, is {days:.1f} days old" if last else "none was made yet"
-    advice = "Run `graftwork backup DIR`, best by a schedule." if days > BACKUP_DAYS else ""
+    advice = "Run `graftwork backup create DIR`, best by a schedule." if days > BACKUP_DAYS else ""
     yield Finding("backup", seen, advice)
 
 
-def _engines(params: Params) -> Iterator[Finding]:
+def _engines(catalog: Catalog) -> Findings:
     """Say which of the catalog's engines are silent, or run another version or base than the others."""
-    if not params.paths.has_catalog:
-        return
-    from engine.catalog.opening import open_catalog
-
-    with open_catalog(params.paths) as catalog:
-        rows, server = catalog.replicas.all(), catalog.server_time()
+    rows, server = catalog.replicas.all(), catalog.server_time()
     ours, bases = version("graftwork"), {row.base for row in rows}
     now = time.time() if server is None else server
     for row in rows:
@@ -237,10 +223,9 @@ def _engines(params: Params) -> Iterator[Finding]:
             yield Finding("engines", seen)
 
 
-def _runs(params: Params) -> Iterator[Finding]:
+def _runs(params: Params) -> Findings:
     """Say which runs keep their deployment's slot without a process, so that later runs are cancelled."""
-    running = {state.name for state in lifecycle.status(params) if state.state == "running"}
-    if "prefect" not in running and params.prefect.at is None:
+    if "prefect" not in _running(params) and params.prefect.at is None:
         yield Finding("runs", "not looked at: Prefect does not run")
         return
     now = time.time()

@@ -49,7 +49,11 @@ def load_model(policy: str, version: int, root: Path, url: str) -> Path:
                 f"{source} names the digest {named}, but its files have the digest {manifest.digest}. "
                 "Register the revision again."
             )
-        return _publish(found, root / manifest.policy / manifest.digest[:DIGEST12])
+        target = root / manifest.policy / manifest.digest[:DIGEST12]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            os.replace(found, target)
+    return target
 
 
 def describe(manifest: Manifest) -> dict[str, str | int]:
@@ -69,10 +73,3 @@ def describe(manifest: Manifest) -> dict[str, str | int]:
         "code_version": manifest.code_version,
         **names,
     }
-
-
-def _publish(source: Path, target: Path) -> Path:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if not target.exists():
-        os.replace(source, target)
-    return target

@@ -54,9 +54,10 @@ def score_general(params: Params, policy: str, digest: str | None, key: str) -> 
     with EngineClient(params.url("engine"), key, "score", TIMEOUT_S) as engine:
         marker = engine.marker()
         suite = on_base(params, suite, marker["base"], base.text_digest)
+        model = served_name(policy, digest) if digest else marker["base_name"]
         known = recorded(params, marker["base"], policy, digest, suite)
         items = known or tuple(
-            ItemScore(item.id, math.exp(fmean(engine.logprobs(_name(policy, digest, marker), window))), "")
+            ItemScore(item.id, math.exp(fmean(engine.logprobs(model, window))), "")
             for item, window in zip(suite.items, windows, strict=True)
         )
     if not known:
@@ -72,7 +73,3 @@ def _suite(windows: list[tuple[int, ...]], params: Params) -> Suite:
     )
     digest = text_digest()
     return Suite(GENERAL, digest[:DIGEST12], GENERAL, {}, digest, params.suites_dir / GENERAL, items)
-
-
-def _name(policy: str, digest: str | None, marker: dict[str, str]) -> str:
-    return served_name(policy, digest) if digest else marker["base_name"]

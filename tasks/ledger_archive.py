@@ -1,4 +1,4 @@
-"""The ledger's archive, for a person: what is in it, and a turn by hand."""
+"""The ledger and its archive, for a person: what is in it, and a turn by hand."""
 
 from typing import Any
 
@@ -6,9 +6,18 @@ from engine.backup.ledger_archive import Archiver, read_state
 from engine.backup.place import BackupPlace
 from engine.catalog.opening import open_catalog
 from engine.errors import ConfigError
-from engine.ledger.ledger import open_snapshot
+from engine.ledger.ledger import Ledger, open_snapshot
 from engine.report.why import moment
 from engine.settings.params import Params
+
+
+def ingest(params: Params) -> int:
+    """Insert spooled events into the ledger, where no controller runs; return how many there were."""
+    ledger = Ledger(params.paths.ledger)
+    with open_catalog(params.paths, migrated=True) as catalog:
+        count = ledger.ingest(params.paths.spool, catalog.purges.gone)
+    ledger.snapshot(params.paths.ledger_snapshot)
+    return count
 
 
 def archive_now(params: Params) -> None:

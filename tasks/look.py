@@ -1,4 +1,4 @@
-"""Read-only views for `ls`, `why`, `status` and `sessions`, as plain values and as rows of tables.
+"""Read-only views for `ls`, `why` and `status`, as plain values and as rows of tables.
 
 They read the catalog and the ledger's snapshot, so they work without services.
 """
@@ -18,12 +18,13 @@ from engine.controller.route_changes import controller_serves
 from engine.errors import ServiceError
 from engine.integrations.mlflow_registry import registered
 from engine.ledger.ledger import open_ledger
-from engine.report.data import PolicyRow, RevisionRow, SuiteScore
+from engine.report.data import PolicyRow, RevisionRow
 from engine.report.overview import overview
 from engine.report.why import Chain, Link, moment, why
 from engine.security.credentials import known_credential
-from engine.settings.params import DIGEST12, Params
-from tasks.outcome import age
+from engine.services.lifecycle import State
+from engine.settings.params import DIGEST12, Params, known_policies
+from tasks.outcome import age, interval_text
 from tasks.stuck_runs import KeptOutRuns, kept_out_runs, open_prefect
 
 TIMEOUT_S = 3.0
@@ -53,6 +54,15 @@ def policies(params: Params, limit: int) -> tuple[list[PolicyRow], int]:
         return list(overview(ledger, catalog, names, limit=1).policies), catalog.policies.count()
 
 
+def trainable(params: Params) -> list[dict[str, Any]]:
+    """Return a row for each policy that the settings have: owner, verifier, suite, and whether scheduled."""
+    shown = ("owner", "verifier", "suite", "scheduled")
+    return [
+        {"policy": name} | {field: getattr(params.policy(name), field) for field in shown}
+        for name in known_policies(params)
+    ]
+
+
 def revisions(params: Params, policy: str, limit: int) -> tuple[list[RevisionRow], int]:
     """Return a policy's newest exported revisions, and how many there are; `NotFound` for an unknown one."""
     with open_catalog(params.paths) as catalog, open_ledger(params.paths.ledger_snapshot) as ledger:
@@ -80,7 +90,7 @@ def standing(params: Params) -> dict[str, Any]:
             "releases": releases,
             "notices": notices,
             "engines": [shown_replica(row, time.time()) for row in catalog.replicas.all()],
-            "cancelled": plain(lately_cancelled(params)),
+            "cancelled": [asdict(one) for one in lately_cancelled(params)],
         }
 
 
@@ -130,7 +140,7 @@ def shown_policy(row: PolicyRow) -> dict[str, str]:
     return {
         "policy": row.name,
         "champion": row.champion[:12] if row.champion else "the base",
-        "score": shown_score(row.champion_score),
+        "score": interval_text(row.champion_score, ""),
         "base": f"{row.base_score.mean:.1%}" if row.base_score else "",
         "canary": canary,
         "revisions": str(row.revisions),
@@ -143,11 +153,16 @@ def shown_revision(row: RevisionRow, now: float) -> dict[str, str]:
         "revision": row.digest[:12],
         "role": row.role,
         "step": str(row.step),
-        "score": shown_score(row.score),
+        "score": interval_text(row.score, ""),
         "users": f"{row.online:.1%} of {row.units}" if row.online is not None else "",
         "verdict": row.verdict or ("refused" if row.accepted is False else ""),
         "age": age(now - row.created_at),
     }
+
+
+def shown_service(it: State) -> dict[str, Any]:
+    """Return a service's line of the table; `up` is how long it has run."""
+    return {"service": it.name, "state": it.state, "address": it.url, "pid": it.pid, "up": age(it.seconds)}
 
 
 def shown_session(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,13 +176,3 @@ def shown_session(row: Mapping[str, Any]) -> dict[str, Any]:
         "writer": row["holder"],
         "queued": row["queued"],
     }
-
-
-def shown_score(score: SuiteScore | None) -> str:
-    """Return a score with its interval, as `86.5% [81.0, 90.9]`."""
-    return f"{score.mean:.1%} [{100 * score.ci_low:.1f}, {100 * score.ci_high:.1f}]" if score else ""
-
-
-def plain(value: Any) -> Any:
-    """Return a dataclass, or a list of them, as dicts for JSON."""
-    return [asdict(row) for row in value] if isinstance(value, list) else asdict(value)

@@ -4,20 +4,19 @@ Also measures the time to a rollback and the requests that the revision answered
 """
 
 import contextlib
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.catalog.records import VERDICTS, served_name
 from engine.errors import ServiceError
-from engine.files import write_whole
 from engine.settings.params import Params
 
 if TYPE_CHECKING:
     from engine.quality.estimate import Difference
+    from engine.report.data import SuiteScore
     from tasks.general import Perplexity
     from tasks.score import Score
 
@@ -58,20 +57,17 @@ class Adapted:
     general: "Sequence[Perplexity]" = ()
 
     @property
-    def perplexities(self) -> dict[str, str]:
-        """Return the cell on general text; nothing where it was not measured."""
-        return {"perplexity": " to ".join(f"{one.value:.2f}" for one in self.general)} if self.general else {}
+    def scores(self) -> dict[str, str]:
+        """Return the cells of the scores; the one on general text only where that was measured."""
+        told = {"perplexity": " to ".join(f"{one.value:.2f}" for one in self.general)} if self.general else {}
+        scores = {"base score": interval_text(self.base), "revision score": interval_text(self.revision)}
+        return {**scores, **told}
 
     def row(self) -> dict[str, Any]:
         """Return a table row."""
-        return {
-            "revision": served_name(self.policy, self.digest),
-            "version": self.version,
-            "base score": interval_text(self.base),
-            "revision score": interval_text(self.revision),
-            **self.perplexities,
-            **{f"{name} (s)": seconds for name, seconds in self.seconds.items()},
-        }
+        seconds = {f"{name} (s)": seconds for name, seconds in self.seconds.items()}
+        name = served_name(self.policy, self.digest)
+        return {"revision": name, "version": self.version, **self.scores, **seconds}
 
 
 @dataclass(frozen=True)
@@ -103,11 +99,9 @@ def local_key(params: Params) -> str:
     return params.paths.local_key.read_text().strip()
 
 
-def interval_text(score: "Score | None") -> str:
-    """Return `61.5% [54.6, 67.9]`, or a dash for no score."""
-    if score is None:
-        return "–"
-    return f"{score.mean:.1%} [{100 * score.ci_low:.1f}, {100 * score.ci_high:.1f}]"
+def interval_text(score: "Score | SuiteScore | None", missing: str = "–") -> str:
+    """Return `61.5% [54.6, 67.9]`, or `missing` for no score."""
+    return f"{score.mean:.1%} [{100 * score.ci_low:.1f}, {100 * score.ci_high:.1f}]" if score else missing
 
 
 def age(seconds: float) -> str:
@@ -120,40 +114,29 @@ def age(seconds: float) -> str:
 
 def policy_row(adapted: Adapted, ended: Mapping[str, Any]) -> dict[str, Any]:
     """Return a policy's row of the main job's table: scores, verdict, seconds of each stage."""
-    release_s = round(ended["updated_at"] - ended["created_at"], 1)
-    return {
-        "revision": served_name(adapted.policy, adapted.digest),
-        "base score": interval_text(adapted.base),
-        "revision score": interval_text(adapted.revision),
-        **adapted.perplexities,
-        "verdict": VERDICTS[ended["state"]],
-        **{f"{name} (s)": f"{seconds:.1f}" for name, seconds in adapted.seconds.items()},
-        "release (s)": f"{release_s:.1f}",
-    }
+    seconds = {**adapted.seconds, "release": ended["updated_at"] - ended["created_at"]}
+    told = {f"{name} (s)": f"{value:.1f}" for name, value in seconds.items()}
+    name, verdict = served_name(adapted.policy, adapted.digest), VERDICTS[ended["state"]]
+    return {"revision": name, **adapted.scores, "verdict": verdict, **told}
 
 
 def score_row(score: "Score") -> dict[str, Any]:
     """Return a score's table row."""
-    model = served_name(score.policy, score.digest) if score.digest else "base"
-    return {
-        "model": model,
-        "suite": f"{score.suite} version {score.suite_version}",
-        "score": interval_text(score),
-        "items": len(score.items),
-        "seconds": round(score.seconds, 1),
-    }
+    suite, shown = f"{score.suite} version {score.suite_version}", {"score": interval_text(score)}
+    return _scored_row(score, suite, shown, len(score.items))
 
 
 def perplexity_row(found: "Perplexity") -> dict[str, Any]:
     """Return the table row of a perplexity on general text."""
+    suite, shown = f"general version {found.version}", {"perplexity": f"{found.value:.2f}"}
+    return _scored_row(found, suite, shown, found.windows)
+
+
+def _scored_row(
+    found: "Score | Perplexity", suite: str, shown: Mapping[str, str], items: int
+) -> dict[str, Any]:
     model = served_name(found.policy, found.digest) if found.digest else "base"
-    return {
-        "model": model,
-        "suite": f"general version {found.version}",
-        "perplexity": f"{found.value:.2f}",
-        "items": found.windows,
-        "seconds": round(found.seconds, 1),
-    }
+    return {"model": model, "suite": suite, **shown, "items": items, "seconds": round(found.seconds, 1)}
 
 
 def release_row(release: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,15 +215,10 @@ def summary(
             "verdict": VERDICTS[ended["state"]],
             "digest": revision.digest,
         })  # fmt: skip
-    bad_revision = {
-        "verdict": bad.verdict,
-        "seconds_to_rollback": bad.seconds_to_rollback,
-        "requests_after": bad.requests_after,
-    }
     return {
         "seconds": round(seconds, 2),
         "policies": policies,
-        "bad_revision": bad_revision,
+        "bad_revision": asdict(bad),
         "stages": dict(stages),
     }
 
@@ -273,8 +251,3 @@ def shortcomings(result: Mapping[str, Any], apart: bool) -> list[str]:
     if bad["requests_after"]:
         found.append(f"The bad revision answered {bad['requests_after']} requests after its rollback.")
     return found
-
-
-def write_summary(data: Mapping[str, Any], path: Path) -> None:
-    """Write the summary atomically."""
-    write_whole(path, json.dumps(data, indent=2) + "\n")

@@ -37,7 +37,7 @@ from engine.settings.own_functions import load_own, refuse_unlisted
 from engine.settings.params import POLICY_NAME, Params, policy_file
 from engine.settings.policies import PolicyConfig
 from tasks.prompt_limits import PromptLimits
-from tasks.purged_names import reuse_purged_name
+from tasks.purge_record import reuse_purged_name
 from tasks.suites import Suite, freeze, load_suite
 
 TRAINING = "train.jsonl"

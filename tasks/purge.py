@@ -18,7 +18,6 @@ from filelock import FileLock, Timeout
 
 from engine.catalog.catalog import Catalog
 from engine.catalog.opening import open_catalog
-from engine.clients.controller import ControllerClient
 from engine.controller.route_changes import alone, controller_serves
 from engine.errors import ConfigError, Conflict, GraftworkError, NotRunning, ServiceError
 from engine.files import replacing
@@ -27,11 +26,12 @@ from engine.settings.params import DIGEST12, POLICY_NAME, Params
 from engine.store.open import open_store
 from engine.store.segments import Location
 from engine.training.service.client import TrainerClient
-from tasks.outcome import local_key
 from tasks.purge_mlflow import purge_mlflow
 from tasks.purge_record import Counts, Record, purges, recorded
+from tasks.release import controller
 
 if TYPE_CHECKING:
+    from engine.clients.controller import ControllerClient
     from engine.ledger.purge import Removal
 
 PAGE = 1_000
@@ -137,7 +137,7 @@ def _refuse_while_released(catalog: Catalog, policy: str) -> None:
     for release in catalog.releases.all(policy, open_only=True):
         raise Conflict(
             f"A release of {policy!r} is running, at step {release.step!r}. Wait for its verdict, or end it "
-            f"with `graftwork hold {policy} --reason ...`. Then purge again."
+            f"with `graftwork decide hold {policy} --reason ...`. Then purge again."
         )
 
 
@@ -207,9 +207,9 @@ def purge_ledger_here(params: Params, removal: "Removal") -> Counts:
         return purge_ledger(ledger, paths.spool, paths.ledger_snapshot, removal)
 
 
-def long_controller(params: Params) -> ControllerClient:
+def long_controller(params: Params) -> "ControllerClient":
     """Return a client for what may take minutes, in one attempt."""
-    return ControllerClient(params.url("controller"), local_key(params), CONTROLLER_S, patience_s=0.0)
+    return controller(params, timeout_s=CONTROLLER_S, patience_s=0.0)
 
 
 def _ask_controller(params: Params, record: Record, place: str) -> Counts:
@@ -238,7 +238,7 @@ def _store(params: Params, catalog: Catalog, record: Record) -> Counts:
         raise ServiceError(
             f"{len(left)} segments with bytes of {record.policy!r} cannot be rewritten: they hold revisions "
             f"whose bytes are damaged or unreadable ({names}). Import or export those again, or let them "
-            "expire with `graftwork adapters expire`. Then purge again; it continues from here."
+            "be removed with `graftwork adapters retire --in`. Then purge again; it continues from here."
         )
     if left:
         raise ServiceError(

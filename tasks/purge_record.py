@@ -1,12 +1,14 @@
 """A purge's record under `purges/`: makes it resumable and documents who purged what.
 
-Of the policy it holds only the name.
+Of the policy it holds only the name, which may be used again on explicit request.
 """
 
 import json
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from engine.errors import Conflict
 from engine.files import write_whole
 from engine.settings.params import Params
 
@@ -44,7 +46,31 @@ def recorded(file: Path) -> Record | None:
     return Record(**json.loads(file.read_text())) if file.is_file() else None
 
 
-def is_under_way(params: Params, policy: str) -> bool:
-    """Return whether a purge of this name has started and not finished, running or interrupted."""
-    record = recorded(purges(params) / f"{policy}.json")
-    return record is not None and record.finished_at is None
+def reuse_purged_name(params: Params, name: str, owner: str, reuse: bool) -> None:
+    """Raise `Conflict` for a purged name; with `reuse`, create it as a new policy without revisions.
+
+    Raises `Conflict` even with `reuse` while the purge is unfinished.
+    """
+    from engine.base.resident import ensure_base
+    from engine.catalog.catalog import Policy
+    from engine.catalog.opening import open_catalog
+
+    if not params.paths.has_catalog:
+        return
+    with open_catalog(params.paths, migrated=True) as catalog:
+        mark = catalog.purges.find(name)
+        if mark is None or catalog.policies.owners([name]):
+            return
+        record = recorded(purges(params) / f"{name}.json")
+        if record is not None and record.finished_at is None:
+            raise Conflict(
+                f"The purge of {name!r} by {mark['by']!r} has not finished. Run `graftwork purge {name}` "
+                "again; it continues where it stopped. Then give --reuse-name."
+            )
+        if not reuse:
+            raise Conflict(
+                f"The name {name!r} was purged by {mark['by']!r}. Choose another name, or give --reuse-name "
+                "to create a new policy under it."
+            )
+        base = ensure_base(params.base, params.paths).digest
+        catalog.policies.add(Policy(name, base, {}, owner, time.time()), again=True)

@@ -102,10 +102,12 @@ def _create_version(
     run_id = run.info.run_id
     model_id = _upload(client, experiment, run_id, directory, manifest, tags)
     client.set_terminated(run_id)
-    _ensure_registered_model(client, manifest.policy)
+    policy = manifest.policy
+    if not client.search_registered_models(f"name = '{policy}'"):
+        client.create_registered_model(policy, tags={"graftwork.policy": policy})
     source = f"models:/{model_id}"
     version = client.create_model_version(
-        manifest.policy, source, run_id, tags, await_creation_for=0, model_id=model_id
+        policy, source, run_id, tags, await_creation_for=0, model_id=model_id
     )
     return int(version.version)
 
@@ -188,8 +190,3 @@ def _upload(
         client.log_model_artifacts(model.model_id, str(Path(scratch) / "model"))
     client.finalize_logged_model(model.model_id, "READY")
     return str(model.model_id)
-
-
-def _ensure_registered_model(client: "MlflowClient", policy: str) -> None:
-    if not client.search_registered_models(f"name = '{policy}'"):
-        client.create_registered_model(policy, tags={"graftwork.policy": policy})

@@ -14,9 +14,9 @@ from tasks.outcome import local_key
 GATES_S = 60.0
 
 
-def controller(params: Params) -> ControllerClient:
+def controller(params: Params, **patience: float) -> ControllerClient:
     """Return a client of the installation's controller with the local admin key."""
-    return ControllerClient(params.url("controller"), local_key(params))
+    return ControllerClient(params.url("controller"), local_key(params), **patience)
 
 
 def start_release(params: Params, form: ReleaseForm) -> dict[str, Any]:

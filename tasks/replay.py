@@ -1,8 +1,7 @@
 """Judges a release's canary again from the ledger, with another level or margin."""
 
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from engine.catalog.catalog import Catalog, Release
 from engine.catalog.opening import open_catalog
@@ -33,10 +32,6 @@ class Replayed:
     seconds: float
     recorded: str
     recorded_reason: str
-
-    def row(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return asdict(self)
 
 
 def replay(params: Params, subject: str, alpha: float | None, margin: float | None) -> Replayed:

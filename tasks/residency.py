@@ -1,9 +1,10 @@
-"""What `graftwork residency` shows: tiers, the load queue, and each revision's loads and waits.
+"""What `graftwork status --residency` shows: tiers, the load queue, and each revision's loads and waits.
 
 The current state comes from the running engine, the history from the ledger's snapshot. Without an engine
 every revision is `stored`.
 """
 
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from typing import Any
 
@@ -30,8 +31,13 @@ def residency(params: Params, limit: int) -> dict[str, Any]:
     Sizes are bytes, times seconds. `engine` is False when no engine runs. Raises `ServiceError` when the
     engine refuses the request.
     """
-    live = ask_engine(params)
-    rows = [{"revision": name, **seen} for name, seen in _seen(live).items()]
+    answer = ask_engine(params)
+    live = answer or {"adapters": {}, "tiers": {}, "queue": {"loads": {}}}
+    under_way = {
+        name: {"tier": load["state"], "waiters": load["waiters"], "waited_s": load["waited_s"]}
+        for name, load in live["queue"]["loads"].items()
+    }
+    rows = [{"revision": name, **seen} for name, seen in (under_way | live["adapters"]).items()]
     rows.sort(key=lambda row: (ORDER.index(row["tier"]), -row.get("users", 0), row.get("idle_s", 0.0)))
     known = {row["revision"]: row for row in rows}
     with open_ledger(params.paths.ledger_snapshot) as ledger:
@@ -41,14 +47,13 @@ def residency(params: Params, limit: int) -> dict[str, Any]:
                 known[name] = {"revision": name, "tier": "stored"}
                 rows.append(known[name])
             known[name] |= was
-    tiers = {"stored": {"bytes": stored_bytes(params)}, **(live or {}).get("tiers", {})}
     return {
-        "engine": live is not None,
-        "tiers": tiers,
-        "queue": {key: value for key, value in (live or {}).get("queue", {}).items() if key != "loads"},
-        "evictions": (live or {}).get("evictions", 0),
-        "states": (live or {}).get("states", {}),
-        "transitions": (live or {}).get("transitions", []),
+        "engine": answer is not None,
+        "tiers": {"stored": {"bytes": stored_bytes(params)}, **live["tiers"]},
+        "queue": {key: value for key, value in live["queue"].items() if key != "loads"},
+        "evictions": live.get("evictions", 0),
+        "states": live.get("states", {}),
+        "transitions": live.get("transitions", []),
         "quarantined": quarantined(params, limit),
         "revisions": rows[:limit],
     }
@@ -80,6 +85,18 @@ def stored_bytes(params: Params) -> int | None:
         return sum(size for _, size in store.segments())
 
 
+def facts(found: Mapping[str, Any]) -> dict[str, str]:
+    """Return what `residency` found of the engine as a whole, by name: tiers, queue, states, transitions."""
+    whole = found["tiers"] | {name: found[name] for name in ("queue", "states") if found[name]}
+    told = {
+        name: ", ".join(f"{what} {count:,}" for what, count in counts.items() if count is not None)
+        for name, counts in whole.items()
+    }
+    for made in found["transitions"]:
+        told[f"{made['before']} -> {made['after']}"] = f"{made['event']} {made['count']:,}"
+    return told
+
+
 def shown(row: dict[str, Any]) -> dict[str, str]:
     """Return a revision's table row."""
     return {
@@ -88,20 +105,6 @@ def shown(row: dict[str, Any]) -> dict[str, str]:
         "bytes": f"{row['bytes']:,}" if row.get("bytes") is not None else "",
         "users": str(row.get("users", "")),
         "loads": str(row.get("loads", "")),
-        "load s": _seconds(row.get("load_s")),
-        "wait s": _seconds(row.get("wait_s")),
+        "load s": f"{row['load_s']:.3f}" if row.get("load_s") is not None else "",
+        "wait s": f"{row['wait_s']:.3f}" if row.get("wait_s") is not None else "",
     }
-
-
-def _seen(live: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
-    if live is None:
-        return {}
-    under_way = {
-        name: {"tier": load["state"], "waiters": load["waiters"], "waited_s": load["waited_s"]}
-        for name, load in live["queue"]["loads"].items()
-    }
-    return under_way | live["adapters"]
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"

@@ -38,7 +38,7 @@ from engine.settings.params import Params
 from engine.store.open import open_store
 from engine.store.segments import CATALOG_ID, Store, checksum_of
 from tasks.backup import ledger_schemas
-from tasks.restore_undone import Undone, address_of, find_undone, meaning
+from tasks.restore_undone import address_of, find_undone, meaning
 
 ACTION = "restore"
 # Which backup a state directory was restored from; written first, so that leftovers of a kill have a name.
@@ -165,7 +165,7 @@ def _tell_undone(
         except (GraftworkError, OSError) as error:
             tell(f"Which ones these are is not known: {error}")
             return
-    for line in undone.sentences():
+    for line in undone:
         tell(line)
 
 
@@ -180,14 +180,14 @@ def _present(params: Params) -> str | None:
     return None
 
 
-def _undone(place: BackupPlace, manifest: BackupManifest, present_url: str) -> Undone:
+def _undone(place: BackupPlace, manifest: BackupManifest, present_url: str) -> list[str]:
     """Compare a passing copy of the backup's catalog with the present one."""
     # Not in the draft of the state directory: nothing is written there before this has been told.
     with tempfile.TemporaryDirectory(prefix="graftwork-") as folder:
         copy = Path(folder) / "catalog.db"
         _bring_file(place, _of_kind(manifest, "state")["catalog.db"], copy)
         migrate(f"sqlite:///{copy}")
-        return find_undone(f"sqlite:///{copy}", present_url)
+        return list(find_undone(f"sqlite:///{copy}", present_url))
 
 
 def _refuse_other_schemas(name: str, manifest: BackupManifest) -> None:

@@ -6,14 +6,14 @@ that is replaced, where somebody still has it, says which ones.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 from engine.catalog.audit import Audit
 from engine.catalog.catalog import Catalog
 from engine.catalog.records import served_name
 from engine.errors import ConfigError, NotFound
+from engine.report.why import moment
 from tasks.erase import owned_policies
 from tasks.outcome import age
 
@@ -23,45 +23,17 @@ NAMED = 20
 ERASURES = ("usage.erase", "tenant.erase")
 
 
-@dataclass(frozen=True)
-class Undone:
-    """What a backup has in force that was ended since; `catalog` is the one that knows."""
-
-    catalog: str
-    keys: Sequence[str]
-    tombstones: Sequence[str]
-    policies: Sequence[str]
-    tenants: Sequence[str]
-
-    def sentences(self) -> Iterator[str]:
-        """Yield a line for the catalog, and one for each kind of which there is something."""
-        yield f"Compared with the catalog {self.catalog}:"
-        kinds = [
-            (self.keys, "keys that are no longer in force are valid in the backup"),
-            (self.tombstones, "revisions with a tombstone have none in the backup"),
-            (self.policies, "purged policies are in the backup"),
-            (self.tenants, "erased tenants are in the backup"),
-        ]
-        if not any(names for names, _ in kinds):
-            yield "  No revoked key, tombstone, purged policy or erased tenant is undone."
-        for names, what in kinds:
-            if names:
-                more = f", and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
-                yield f"  {what.capitalize()}: {len(names):,} ({', '.join(names[:NAMED])}{more})."
-
-
 def meaning(name: str, made_at: float, revokes_keys: bool) -> str:
     """Return what it means that a backup is of an earlier moment (epoch seconds)."""
-    moment = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(made_at))
     keys = (
         "Keys are revoked, all of them, as --revoke-all-keys says; but"
         if revokes_keys
         else "Keys that were revoked since then are valid again, unless you give --revoke-all-keys;"
     )
     return (
-        f"The backup {name} was finished at {moment}, {age(time.time() - made_at)} ago. A restore undoes "
-        f"what was decided since then. {keys} revisions that were rolled back have no tombstone and may be "
-        "served, and purged policies and erased tenants are back."
+        f"The backup {name} was finished at {moment(made_at)}, {age(time.time() - made_at)} ago. A restore "
+        f"undoes what was decided since then. {keys} revisions that were rolled back have no tombstone and "
+        "may be served, and purged policies and erased tenants are back."
     )
 
 
@@ -79,10 +51,11 @@ def address_of(text: str) -> str:
     return f"sqlite:///{file}"
 
 
-def find_undone(backup_url: str, present_url: str) -> Undone:
+def find_undone(backup_url: str, present_url: str) -> Iterator[str]:
     """Compare a backup's catalog with the present one of the same installation.
 
-    Raises `ConfigError` when they are of two installations, and what `Catalog` raises.
+    Yields a line for the present catalog, and one for each kind of which there is something. Raises
+    `ConfigError` when they are of two installations, and what `Catalog` raises.
     """
     with Catalog(backup_url) as backup, Catalog(present_url) as present:
         if backup.id != present.id:
@@ -91,17 +64,24 @@ def find_undone(backup_url: str, present_url: str) -> Undone:
                 "what was decided since then. Nothing was changed. Name the right one with --compare-with, "
                 "or leave it out."
             )
-        return Undone(
-            present.label,
-            _valid_again(backup, present, time.time()),
-            _without_tombstone(backup, present),
-            _purged_since(backup, present),
-            _erased_since(backup, present),
-        )
+        kinds = {
+            "Keys that are no longer in force are valid in the backup": _valid_again(backup, present),
+            "Revisions with a tombstone have none in the backup": _without_tombstone(backup, present),
+            "Purged policies are in the backup": _purged_since(backup, present),
+            "Erased tenants are in the backup": _erased_since(backup, present),
+        }
+        yield f"Compared with the catalog {present.label}:"
+    if not any(kinds.values()):
+        yield "  No revoked key, tombstone, purged policy or erased tenant is undone."
+    for what, names in kinds.items():
+        if names:
+            more = f", and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+            yield f"  {what}: {len(names):,} ({', '.join(names[:NAMED])}{more})."
 
 
-def _valid_again(backup: Catalog, present: Catalog, now: float) -> list[str]:
+def _valid_again(backup: Catalog, present: Catalog) -> list[str]:
     """Return the keys that are in force in the backup alone: revoked since, or rotated and expired."""
+    now = time.time()
     valid = {key.hash for key in present.keys.all() if key.is_in_force(now)}
     again = (key for key in backup.keys.all() if key.is_in_force(now) and key.hash not in valid)
     # A rotated key has two rows of one id.

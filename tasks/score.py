@@ -154,7 +154,7 @@ def _ask_engine(
         said = f"{error} {error.response.text[:300]}" if error.response is not None else str(error)
         raise ServiceError(f"The engine did not score {model} on {suite.name}: {said}") from None
     samples = sorted(results["samples"][suite.name], key=lambda sample: sample["doc_id"])
-    return tuple(_item_score(sample) for sample in samples)
+    return tuple(ItemScore(it["doc"]["id"], float(it["reward"]), it["resps"][0][0]) for it in samples)
 
 
 def _completions(params: Params, model: str, key: str) -> Any:
@@ -169,10 +169,6 @@ def _completions(params: Params, model: str, key: str) -> Any:
         batch_size=max(2, params.engine.max_num_seqs),
         header={"Authorization": f"Bearer {key}", "x-graftwork-purpose": "score"},
     )
-
-
-def _item_score(sample: dict[str, Any]) -> ItemScore:
-    return ItemScore(sample["doc"]["id"], float(sample["reward"]), sample["resps"][0][0])
 
 
 def emit_scores(

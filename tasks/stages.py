@@ -201,7 +201,7 @@ def find_revision(params: Params, policy: str, digest: str, scratch: Path) -> Pa
         return flavor.load_model(policy, version_number, scratch, params.url("mlflow"))
     raise NotFound(
         f"There is no revision {digest[:12]} of {policy!r} in {params.state_dir} or in MLflow at "
-        f"{params.url('mlflow')}. Set evaluate.revision to adapt, or run `graftwork pin {policy}`."
+        f"{params.url('mlflow')}. Set evaluate.revision to adapt, or run `graftwork repro --pin {policy}`."
     )
 
 

@@ -7,6 +7,7 @@ of a release. The other steps are idempotent by the revision's digest.
 import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,9 +72,9 @@ def train(params: Params, policy: str, config: PolicyConfig, key: str, on_step: 
     """Train a policy with GRPO on the resident base and export its revision."""
     from engine.training import loop
     from engine.training.several_engines import Engines
-    from tasks.tracking import tracked
+    from tasks.tracking import Tracking
 
-    with tracked(params, policy) as track:
+    with Tracking(params.url("mlflow"), policy) as track:
         return loop.train(params, policy, config, key, both(on_step, both(track, log_collapse)), Engines.of)
 
 
@@ -147,37 +148,25 @@ def wait_for_verdict(params: Params, release: dict[str, Any]) -> dict[str, Any]:
 
 
 @task(name="decide", task_run_name="{action} {form.policy}", cache_policy=NO_CACHE)
-def decide(params: Params, action: str, form: DecideForm | RestoreForm) -> dict[str, Any]:
-    """Promote, roll back or restore in a person's name."""
-    with plain_release.controller(params) as controller:
-        return getattr(controller, action)(form.policy, form.digest, form.reason, form.by)
+def decide(params: Params, action: str, form: DecideForm | HoldForm | RestoreForm) -> dict[str, Any]:
+    """Promote, roll back, hold or restore in a person's name; return the route, or the ended release."""
+    from tasks import release as plain
 
-
-@task(name="hold", task_run_name="hold {form.policy}", cache_policy=NO_CACHE)
-def hold(params: Params, form: HoldForm) -> dict[str, Any]:
-    """End the policy's running release."""
-    with plain_release.controller(params) as controller:
-        return controller.hold_running(form.policy, form.reason, form.by)
+    with plain.controller(params) as controller:
+        if isinstance(form, HoldForm):
+            return controller.hold_running(form.policy, form.reason, form.by)
+        return controller.decide(action, form.reason, form.by, policy=form.policy, digest=form.digest)
 
 
 @task(name="create policy", task_run_name="create {form.name}", cache_policy=NO_CACHE)
 def create_policy(params: Params, form: CreatePolicyForm) -> dict[str, Any]:
     """Split the data into training and frozen items, write the suite, register the policy."""
-    from dataclasses import asdict
-
     from tasks import policies as plain
 
     created = plain.create_policy(
-        params,
-        form.name,
-        form.data,
-        form.verifier,
-        form.owner,
-        form.base,
-        form.settings(),
-        form.items,
+        params, form.name, form.data, form.verifier, form.owner, form.base, form.settings(), form.items,
         reuse_name=form.again,
-    )
+    )  # fmt: skip
     return asdict(created)
 
 

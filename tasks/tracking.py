@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import Any
 
 from engine.errors import ServiceError
-from engine.settings.params import Params
 from tasks.register import ensure_up, log_steps, run_of_session, start_run_of_session
 
 EVERY_S = 20.0
@@ -19,16 +18,11 @@ EVERY_S = 20.0
 LAST_S = 10.0
 
 
-def tracked(params: Params, policy: str) -> "Tracking":
-    """Return a context manager whose value logs a step's row to its session's MLflow run.
+class Tracking:
+    """Logs the rows of steps to their session's MLflow run, in batches until the block ends.
 
     An exception in the block marks the run as failed.
     """
-    return Tracking(params.url("mlflow"), policy)
-
-
-class Tracking:
-    """Sends the appended `rows` in batches until the block ends."""
 
     def __init__(self, url: str, policy: str):
         self.url, self.policy = url, policy

@@ -140,7 +140,7 @@ def find(address: str) -> tuple[BackupPlace, str]:
         known = f" Backups there: {', '.join(names)}." if names else ""
         raise NotFound(
             f"There is no finished backup at {address}. One that was cut off has no manifest and is not "
-            f"restored; `graftwork backup` there goes on with it.{known}"
+            f"restored; `graftwork backup create` there goes on with it.{known}"
         )
     return place, names[-1]
 

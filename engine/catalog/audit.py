@@ -2,7 +2,7 @@
 
 Each entry is written in the transaction of its change, and its hash covers the hash before it. Triggers of
 the database refuse to change or delete an entry. Someone who can write the database's file can also rewrite
-the whole chain, so keep the last hash elsewhere: `graftwork audit verify --expect ID:HASH`.
+the whole chain, so keep the last hash elsewhere: `graftwork audit --verify --expect ID:HASH`.
 """
 
 import hashlib

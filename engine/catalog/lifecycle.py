@@ -42,7 +42,7 @@ class Lifecycle:
             if not back and (policy, digest) in named:
                 raise Conflict(
                     f"Revision {digest[:12]} of {policy!r} is routed or in a running release. Route another "
-                    "revision first (`graftwork restore`)."
+                    "revision first (`graftwork decide restore`)."
                 )
             at = None if back else time.time()
             values = {"retired_at": at, "retired_by": by, "retired_reason": reason}

@@ -119,7 +119,7 @@ def refuse_retired(connection: Connection, policy: str, digests: Sequence[str | 
     if retired:
         raise Conflict(
             f"Revision {retired.digest.hex()[:12]} of {policy!r} is retired: {retired.retired_reason} "
-            "Unretire it first (`graftwork adapters unretire`)."
+            "Unretire it first (`graftwork adapters retire --off`)."
         )
 
 

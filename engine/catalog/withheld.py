@@ -79,7 +79,7 @@ def refuse_tombstoned(connection: Connection, policy: str, digests: Sequence[str
     if stone:
         raise Conflict(
             f"Revision {stone.digest[:12]} of {policy!r} has a tombstone: {stone.reason} "
-            "Lift it first (`graftwork lift`)."
+            "Lift it first (`graftwork rollback --lift`)."
         )
 
 

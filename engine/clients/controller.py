@@ -105,29 +105,12 @@ class ControllerClient(ServiceClient):
         """End the policy's running release. Raises `NotFound` when none is running."""
         return self.hold(self.running_release(policy)["id"], reason, by)
 
-    def promote(self, policy: str, digest: str, reason: str, by: str | None = None) -> Row:
-        """Make a revision the champion by hand; return the route."""
-        return self._post("/promote", policy=policy, digest=digest, reason=reason, by=by)
+    def decide(self, action: str, reason: str, by: str | None = None, **revision: str | None) -> Row:
+        """Promote, restore, rollback or lift a revision (`policy`, `digest`), or freeze or thaw all releases.
 
-    def restore(self, policy: str, digest: str | None, reason: str, by: str | None = None) -> Row:
-        """Make an earlier revision (None: the route's `previous`) the champion again; return the route."""
-        return self._post("/restore", policy=policy, digest=digest, reason=reason, by=by)
-
-    def rollback(self, policy: str, digest: str, reason: str, by: str | None = None) -> Row:
-        """Roll a revision back by hand: write the tombstone, then the route; return the tombstone."""
-        return self._post("/rollback", policy=policy, digest=digest, reason=reason, by=by)
-
-    def lift(self, policy: str, digest: str, reason: str, by: str | None = None) -> Row:
-        """Lift a revision's tombstone; return it."""
-        return self._post("/lift", policy=policy, digest=digest, reason=reason, by=by)
-
-    def freeze(self, reason: str, by: str | None = None) -> Row:
-        """Block promotions and canaries until `thaw`; rollbacks still work."""
-        return self._post("/freeze", reason=reason, by=by)
-
-    def thaw(self, reason: str, by: str | None = None) -> Row:
-        """Allow promotions and canaries again."""
-        return self._post("/thaw", reason=reason, by=by)
+        A digest of None restores the route's `previous`. Returns the route, the tombstone, or nothing.
+        """
+        return self._post(f"/{action}", **revision, reason=reason, by=by)
 
     def add_policy(self, name: str, base: str, config: Row, owner: str = "local") -> Row:
         """Create a policy, or update its config for the same owner; return it with its route."""

@@ -225,7 +225,7 @@ def _add_decisions(app: FastAPI, controller: Controller) -> None:
 
     @app.post("/erase")
     def erase(body: EraseBody, key: Admin) -> dict[str, int]:
-        """Remove what a tenant's keys asked and rated. `graftwork erase` also removes its policies."""
+        """Remove what a tenant's keys asked and rated; `graftwork purge --tenant` takes its policies too."""
         by, catalog = key.named(body.by), controller.catalog
         names = [name for one in catalog.keys.all() if one.owner == body.tenant for name in one.names]
         removed = controller.files.erase(names)

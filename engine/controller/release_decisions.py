@@ -206,7 +206,7 @@ class ReleaseDecisions:
             return None
         said = self._catalog.notices.newest("graftwork.frozen")
         why = f" {said.reason}" if said else ""
-        return f"Releases are frozen{why}. Only rollbacks are allowed until `graftwork thaw`."
+        return f"Releases are frozen{why}. Only rollbacks are allowed until `graftwork decide thaw`."
 
     def _refuse_frozen(self) -> None:
         if why := self.frozen():
@@ -229,7 +229,7 @@ class ReleaseDecisions:
         if stone:
             raise Conflict(
                 f"Revision {digest[:12]} of {policy!r} has a tombstone: {stone.reason} "
-                "Lift it first with `graftwork lift`, your name and a reason."
+                "Lift it first with `graftwork rollback --lift`, your name and a reason."
             )
 
     def _refuse_foreign(self, revision: Revision) -> None:

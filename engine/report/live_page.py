@@ -54,7 +54,9 @@ def page_data(controller: Controller) -> ReportData:
     params, catalog, now = controller.params, controller.catalog, time.time()
     found = [f"{part}: {fault}" for part, fault in alarms(controller).items()]
     if controller.decisions.frozen():
-        found.append("Releases are frozen: promotions and canaries are blocked until `graftwork thaw`.")
+        found.append(
+            "Releases are frozen: promotions and canaries are blocked until `graftwork decide thaw`."
+        )
     links = {
         "MLflow": params.url("mlflow"),
         "Prefect": params.url("prefect"),

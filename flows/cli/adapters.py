@@ -1,4 +1,4 @@
-"""Commands for single adapters: list, show, lineage, import, export, retire, expire.
+"""Commands for single adapters: list, show, import, export, retire.
 
 They need the catalog and the store, but no running service. Running services apply a change within a second.
 """
@@ -6,23 +6,29 @@ They need the catalog and the store, but no running service. Running services ap
 import json
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import Annotated, Any
+from textwrap import wrap
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from engine.catalog.records import served_name
 from engine.errors import ConfigError
 from engine.services import lifecycle as services
-from flows.entry import PARAMS, By, Json, ParamsFile, Reason, ReuseName, enter
+from engine.settings.params import Params
+from flows.entry import PARAMS, By, Json, ParamsFile, ReuseName, enter, print_json, seconds_of
 from tasks.outcome import Stages, local_key
-from tasks.purged_names import reuse_purged_name
+from tasks.purge_record import reuse_purged_name
+
+if TYPE_CHECKING:
+    from engine.catalog.catalog import Catalog, Revision
 
 app = typer.Typer()
 adapters_app = typer.Typer(
-    help="List, show, import, export, retire and expire single adapters.", no_args_is_help=True
+    help="List, show, import, export and retire single adapters.", no_args_is_help=True
 )
 app.add_typer(adapters_app, name="adapters")
 # Widths of the list: the narrowest terminal, POLICY@DIGEST12 at its longest, and what an owner gets at least.
@@ -63,17 +69,22 @@ def ls(
 
 def print_list(rows: Iterator[dict[str, Any]], limit: int, as_json: bool) -> None:
     """Print up to `limit` rows as they are read (0: all), and how to continue when there are more."""
-    write = _json_row if as_json else _table_row
     count, last, more = 0, None, False
     # Read the first row before anything is printed, so that an error comes alone.
     head = list(islice(rows, 1))
     if as_json:
         typer.echo('{"revisions": [', nl=False)
+    elif head:
+        _table_line("name", "state", "step", "rank", "bytes", "owner")
     for row in chain(head, rows):
         if limit and count == limit:
             more = True
             break
-        write(row, count == 0)
+        if as_json:
+            typer.echo((",\n " if count else "\n ") + json.dumps(row), nl=False)
+        else:
+            size = f"{row['bytes']:,}"
+            _table_line(row["name"], row["state"], row["step"], row["rank"], size, row["owner"])
         count, last = count + 1, row["name"]
     if as_json:
         return typer.echo(f'\n], "next": {json.dumps(last if more else None)}}}')
@@ -83,17 +94,6 @@ def print_list(rows: Iterator[dict[str, Any]], limit: int, as_json: bool) -> Non
         typer.echo(f"More revisions follow. Continue with `--after {last}`, or list all with `--limit 0`.")
 
 
-def _json_row(row: dict[str, Any], first: bool) -> None:
-    typer.echo(("\n " if first else ",\n ") + json.dumps(row), nl=False)
-
-
-def _table_row(row: dict[str, Any], first: bool) -> None:
-    if first:
-        _table_line("name", "state", "step", "rank", "bytes", "owner")
-    size = f"{row['bytes']:,}"
-    _table_line(row["name"], row["state"], row["step"], row["rank"], size, row["owner"])
-
-
 def _table_line(name: str, state: str, step: Any, rank: Any, size: str, owner: str) -> None:
     """Print a line of the list; where the terminal is too narrow, name and owner wrap."""
     from flows.display import console
@@ -101,50 +101,32 @@ def _table_line(name: str, state: str, step: Any, rank: Any, size: str, owner: s
     middle = f"  {state:<8} {step:>6} {rank:>4} {size:>11}  "
     width = max(NARROWEST, console.width) - len(middle)
     names = min(LONGEST_NAME, width - OWNER)
-    owners = width - names
-    parts = (range(0, len(name), names), range(0, len(owner), owners))
-    for at, of in zip_longest(*parts):
-        part = "" if at is None else name[at : at + names]
-        rest = "" if of is None else owner[of : of + owners]
+    parts = (
+        wrap(text, room, break_on_hyphens=False) for text, room in ((name, names), (owner, width - names))
+    )
+    for part, rest in zip_longest(*parts, fillvalue=""):
         typer.echo(f"{part:<{names}}{middle}{rest}".rstrip())
         middle = " " * len(middle)
 
 
 @adapters_app.command("show")
 def show(name: Name, as_json: Json = False, params: ParamsFile = PARAMS) -> None:
-    """Show everything that the catalog records about a revision."""
-    settings = enter(params)
-    from engine.catalog.opening import open_catalog
+    """Show everything that the catalog records about a revision, and its ancestors and descendants."""
     from tasks import adapters
 
-    with open_catalog(settings.paths) as catalog:
-        found = adapters.described(settings, catalog, adapters.find(catalog, name))
+    with opened(params, name) as (settings, catalog, row):
+        found = adapters.described(settings, catalog, row)
+        leaves, more = adapters.lineage(catalog, row)
     if as_json:
-        return typer.echo(json.dumps(found, indent=2))
+        lineage = [{"depth": depth, "parent": one.parent} | adapters.shown(one) for depth, one in leaves]
+        return print_json({**found, "lineage": lineage, "more": more})
     from flows.display import print_row
 
     print_row({key: value for key, value in found.items() if value not in (None, [], {})})
-
-
-@adapters_app.command("lineage")
-def lineage(name: Name, as_json: Json = False, params: ParamsFile = PARAMS) -> None:
-    """Show a revision's ancestors and descendants as a tree."""
-    settings = enter(params)
-    from engine.catalog.opening import open_catalog
-    from tasks import adapters
-
-    with open_catalog(settings.paths) as catalog:
-        leaves, more = adapters.lineage(catalog, adapters.find(catalog, name))
-    if as_json:
-        rows = [
-            {"depth": leaf.depth, "parent": leaf.row.parent} | adapters.shown(leaf.row) for leaf in leaves
-        ]
-        return typer.echo(json.dumps({"lineage": rows, "more": more}, indent=2))
-    top = min(leaf.depth for leaf in leaves)
-    for leaf in leaves:
-        mark = "  <-" if leaf.depth == 0 else ""
-        row = adapters.shown(leaf.row)
-        typer.echo(f"{'  ' * (leaf.depth - top)}{row['name']}  step {row['step']}, {row['state']}{mark}")
+    top, _ = min(leaves, key=lambda leaf: leaf[0])
+    for depth, leaf in leaves if len(leaves) > 1 else ():
+        one, mark = adapters.shown(leaf), "" if depth else "  <-"
+        typer.echo(f"{'  ' * (depth - top)}{one['name']}  step {one['step']}, {one['state']}{mark}")
     if more:
         typer.echo(
             f"The tree stops at {adapters.TREE} revisions in each direction. Ask for one of them to continue."
@@ -173,7 +155,10 @@ def import_(
     from flows import display
     from tasks.serve import prove
 
-    say = _silent if as_json else typer.echo
+    def say(sentence: str) -> None:
+        if not as_json:
+            typer.echo(sentence)
+
     display.base_builder(settings, Stages())()
     foreign, base = inspect(settings, path)
     found, digest = foreign.found, foreign.digest(base.digest)
@@ -183,32 +168,26 @@ def import_(
     for note in foreign.claims.notes:
         say(note)
     shown: dict[str, Any] = {"found": asdict(found), "digest": digest, "notes": foreign.claims.notes}
+    name, proven = None, None
     if policy is None:
         say("Nothing was imported. Give --policy NAME to import it.")
-        return _print_import(shown, None, None) if as_json else None
-    reuse_purged_name(settings, policy, owner, reuse_name)
-    make_probe = probe_by_base(settings, base, say)
-    manifest = publish(settings, path, foreign, base, policy, owner, make_probe, say)
-    name, proven = served_name(policy, manifest.digest), None
-    say(f"The adapter is imported as {name}.")
-    if any(state.name == "engine" and state.state == "running" for state in services.status(settings)):
-        proven = str(prove(settings, policy, manifest.digest, local_key(settings)))
-        say(f"Effect probe: {proven}")
     else:
-        say(
-            "No engine is running, so the effect probe was not checked. "
-            f"Run `graftwork serve --revision {name}` to check it."
-        )
+        reuse_purged_name(settings, policy, owner, reuse_name)
+        make_probe = probe_by_base(settings, base, say)
+        manifest = publish(settings, path, foreign, base, policy, owner, make_probe, say)
+        shown["peft"] = manifest.config.get("import", {}).get("peft")
+        name = served_name(policy, manifest.digest)
+        say(f"The adapter is imported as {name}.")
+        if any(state.name == "engine" and state.state == "running" for state in services.status(settings)):
+            proven = str(prove(settings, policy, manifest.digest, local_key(settings)))
+            say(f"Effect probe: {proven}")
+        else:
+            say(
+                "No engine is running, so the effect probe was not checked. "
+                f"Run `graftwork serve --revision {name}` to check it."
+            )
     if as_json:
-        _print_import({**shown, "peft": manifest.config.get("import", {}).get("peft")}, name, proven)
-
-
-def _silent(_: str) -> None:
-    """Drop a message that must not mix with JSON."""
-
-
-def _print_import(shown: dict[str, Any], name: str | None, proven: str | None) -> None:
-    typer.echo(json.dumps({**shown, "imported": name, "probe": proven}, indent=2))
+        print_json({**shown, "imported": name, "probe": proven})
 
 
 @adapters_app.command("export")
@@ -225,12 +204,9 @@ def export(
 
     An existing path is refused, never overwritten.
     """
-    settings = enter(params)
-    from engine.catalog.opening import open_catalog
     from tasks import adapters
 
-    with open_catalog(settings.paths) as catalog:
-        row = adapters.find(catalog, name)
+    with opened(params, name) as (settings, catalog, row):
         written = adapters.export(settings, catalog, row, path, packed)
     told(
         as_json,
@@ -242,79 +218,57 @@ def export(
 
 @adapters_app.command("retire")
 def retire(
-    name: Name, reason: Reason, by: By = "cli", as_json: Json = False, params: ParamsFile = PARAMS
-) -> None:
-    """Stop serving a revision, except for scoring. Its bytes stay in the store."""
-    settings = enter(params)
-    _require(reason)
-    from engine.catalog.opening import open_catalog
-    from tasks import adapters
-
-    with open_catalog(settings.paths) as catalog:
-        before = adapters.find(catalog, name)
-        row = catalog.lifecycle.retire(before.policy, before.digest, by, reason)
-    is_new = before.retired_at is None
-    done = "is retired." if is_new else f"was retired already, by {row.retired_by}: {row.retired_reason}"
-    told(
-        as_json,
-        f"{served_name(row.policy, row.digest)} {done}",
-        digest=row.digest,
-        by=row.retired_by,
-        reason=row.retired_reason,
-    )
-
-
-@adapters_app.command("unretire")
-def unretire(
-    name: Name, reason: Reason, by: By = "cli", as_json: Json = False, params: ParamsFile = PARAMS
-) -> None:
-    """Serve a retired revision again."""
-    settings = enter(params)
-    _require(reason)
-    from engine.catalog.opening import open_catalog
-    from tasks import adapters
-
-    with open_catalog(settings.paths) as catalog:
-        row = adapters.find(catalog, name)
-        catalog.lifecycle.retire(row.policy, row.digest, by, reason, back=True)
-    shown = served_name(row.policy, row.digest)
-    if row.retired_at is None:
-        return told(as_json, f"{shown} was not retired; nothing has changed.", digest=row.digest)
-    told(as_json, f"{shown} is served again.", digest=row.digest, by=by, reason=reason)
-
-
-@adapters_app.command("expire")
-def expire(
     name: Name,
+    reason: Annotated[
+        str, typer.Option(help="Why; it is recorded and shown to clients that request the revision.")
+    ] = "",
+    off: Annotated[bool, typer.Option("--off", help="Serve a retired revision again.")] = False,
     after: Annotated[
         str | None,
-        typer.Option("--in", help="Expire after this time: a number and s, m, h, d or w, such as 30d."),
+        typer.Option("--in", help="Remove it later instead: in a number of s, m, h, d or w, such as 30d."),
     ] = None,
-    never: Annotated[bool, typer.Option("--never", help="Never expire the revision.")] = False,
+    never: Annotated[bool, typer.Option("--never", help="Never remove it from the catalog.")] = False,
+    by: By = "cli",
     as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Set when a revision is removed from the catalog.
+    """Stop serving a revision, except for scoring; its bytes stay in the store. With --off, serve it again.
 
-    A revision that a route or a release names at that time is kept.
+    With --in, set when it is removed from the catalog; --never takes that back. A revision that a route or a
+    release names at that time is kept.
     """
-    settings = enter(params)
+    expires = bool(after or never)
+    if after and never:
+        raise ConfigError("Give either `--in`, such as `--in 30d`, or `--never`.")
+    if not (expires or reason.strip()):
+        raise ConfigError("--reason is empty. Give a reason; it is recorded and shown to clients.")
+    at = time.time() + seconds_of(after, least=1) if after else None
+    with opened(params, name) as (_, catalog, row):
+        shown, said = served_name(row.policy, row.digest), {"digest": row.digest}
+        if expires:
+            catalog.lifecycle.set_expiry(row.policy, row.digest, at)
+            done = "never expires." if at is None else f"expires in {after}."
+            return told(as_json, f"{shown} {done}", **said, expires_at=at)
+        if off:
+            catalog.lifecycle.retire(row.policy, row.digest, by, reason, back=True)
+            if row.retired_at is None:
+                return told(as_json, f"{shown} was not retired; nothing has changed.", **said)
+            return told(as_json, f"{shown} is served again.", **said, by=by, reason=reason)
+        now = catalog.lifecycle.retire(row.policy, row.digest, by, reason)
+    is_new = row.retired_at is None
+    done = "is retired." if is_new else f"was retired already, by {now.retired_by}: {now.retired_reason}"
+    told(as_json, f"{shown} {done}", **said, by=now.retired_by, reason=now.retired_reason)
+
+
+@contextmanager
+def opened(params: Path, name: str) -> Iterator[tuple[Params, "Catalog", "Revision"]]:
+    """Give the settings, their catalog and its revision `name`; raises what `adapters.find` raises."""
     from engine.catalog.opening import open_catalog
     from tasks import adapters
 
-    at = adapters.expiry(after, never, time.time())
+    settings = enter(params)
     with open_catalog(settings.paths) as catalog:
-        row = adapters.find(catalog, name)
-        catalog.lifecycle.set_expiry(row.policy, row.digest, at)
-    when = "never expires" if at is None else f"expires in {after}"
-    told(as_json, f"{served_name(row.policy, row.digest)} {when}.", digest=row.digest, expires_at=at)
-
-
-def _require(reason: str) -> None:
-    if not reason.strip():
-        raise ConfigError(
-            "--reason is empty. Give a reason; it is recorded and shown to clients that request the revision."
-        )
+        yield settings, catalog, adapters.find(catalog, name)
 
 
 def told(as_json: bool, sentence: str, **said: Any) -> None:

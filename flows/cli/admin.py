@@ -1,6 +1,5 @@
 """Commands for administrators: the ledger, benchmarks."""
 
-import json
 import os
 import signal
 import subprocess
@@ -9,59 +8,52 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from engine.errors import ConfigError
 from engine.process_reaper import die_with_parent
-from flows.entry import PARAMS, Json, ParamsFile, catalog, enter, variables_with
+from flows.cli.plan import MEASURE
+from flows.cli.store import KEEP
+from flows.entry import PARAMS, Json, ParamsFile, enter, print_json, variables_with
 
 app = typer.Typer()
-ledger_app = typer.Typer(help="Maintain the ledger, the database of recorded numbers.", no_args_is_help=True)
-app.add_typer(ledger_app, name="ledger")
 
 
-@ledger_app.command("ingest")
-def ledger_ingest(params: ParamsFile = PARAMS) -> None:
-    """Insert spooled events into the ledger.
-
-    A running controller does this every second; use the command when none runs.
-    """
-    settings = enter(params)
-    from engine.ledger.ledger import Ledger
-
-    ledger = Ledger(settings.paths.ledger)
-    with catalog(params) as index:
-        count = ledger.ingest(settings.paths.spool, index.purges.gone)
-    ledger.snapshot(settings.paths.ledger_snapshot)
-    typer.echo(f"Inserted {count} events into the ledger.")
-
-
-@ledger_app.command("archive")
-def ledger_archive(
-    now: Annotated[
-        bool, typer.Option("--now", help="Archive first, without waiting for the controller.")
-    ] = False,
+@app.command(rich_help_panel=KEEP)
+def ledger(
+    work: Annotated[
+        Literal["show", "ingest", "archive"],
+        typer.Argument(metavar="[show|ingest|archive]", help="What to do first."),
+    ] = "show",
     as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Show the ledger's archive in Parquet: when it was last complete, its rows and days, its last error."""
-    settings = enter(params)
-    from tasks.ledger_archive import archive_now, archived, sentences
+    """Show the ledger's archive in Parquet: when it was last complete, its rows and days, its last error.
 
-    if now:
+    ingest: insert spooled events into the ledger, which a running controller does every second. archive:
+    bring the archive up to date, without waiting for the controller.
+    """
+    settings = enter(params)
+    from tasks.ledger_archive import archive_now, archived, ingest, sentences
+
+    if work == "ingest":
+        return typer.echo(f"Inserted {ingest(settings)} events into the ledger.")
+    if work == "archive":
         archive_now(settings)
     found = archived(settings)
     if as_json:
-        return typer.echo(json.dumps(found))
+        return print_json(found)
     for sentence in sentences(found):
         typer.echo(sentence)
 
 
 # Without a help option of its own, so that `--help` after the name reaches the benchmark.
 @app.command(
-    add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+    rich_help_panel=MEASURE,
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def bench(
     context: typer.Context,

@@ -1,29 +1,27 @@
-"""`graftwork backup`, `restore --from` and `catalog copy`: keep an installation, and move it."""
+"""`graftwork backup`: keep an installation, restore it, and move its catalog."""
 
-import json
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from engine.errors import Conflict, MissingBytes
-from flows.entry import PARAMS, Json, ParamsFile, enter
+from flows.cli.store import KEEP
+from flows.entry import PARAMS, Json, ParamsFile, enter, now_and_then, print_json
 
 if TYPE_CHECKING:
     from engine.backup.writer import BackupWriter
 
 app = typer.Typer()
-catalog_app = typer.Typer(help="Move the catalog between SQLite and Postgres.", no_args_is_help=True)
-app.add_typer(catalog_app, name="catalog")
-SAID_EVERY_S = 5.0
+backup_app = typer.Typer(help="Back up an installation, restore it, move its catalog.", no_args_is_help=True)
+app.add_typer(backup_app, name="backup", rich_help_panel=KEEP)
 Address = Annotated[str, typer.Argument(help="sqlite:///FILE or postgresql://USER@HOST/NAME.")]
 
 
-@app.command()
-def backup(
+@backup_app.command("create")
+def create(
     place: Annotated[
         str, typer.Argument(metavar="DIR|URL", help="Directory, or URL such as s3://bucket/backups.")
     ],
@@ -38,16 +36,16 @@ def backup(
     Credentials are not in it.
     """
     settings = enter(params)
-    from tasks.backup import backup as back_up
+    from tasks.backup import backup
 
-    began, said = time.monotonic(), _progress()
+    began, said = time.monotonic(), now_and_then()
 
     def on_file(writer: "BackupWriter") -> None:
         said(lambda: f"{len(writer.files):,} files, {_size(writer.size)}, of which {_size(writer.new)} new")
 
-    found = asdict(back_up(settings, place, keep, on_file)) | {"seconds": round(time.monotonic() - began, 3)}
+    found = asdict(backup(settings, place, keep, on_file)) | {"seconds": round(time.monotonic() - began, 3)}
     if as_json:
-        typer.echo(json.dumps(found))
+        print_json(found)
     else:
         typer.echo(
             f"Backup {found['name']} in {found['place']}: {found['files']:,} files, "
@@ -56,8 +54,8 @@ def backup(
         )
         typer.echo(f"MLflow's database: {found['mlflow']}.")
         typer.echo(
-            f"Its manifest's digest (sha256): {found['digest']}. Keep it elsewhere: `graftwork restore "
-            "--expect` checks it."
+            f"Its manifest's digest (sha256): {found['digest']}. Keep it elsewhere: `graftwork backup "
+            "restore --expect` checks it."
         )
     if lost := found["missing"]:
         raise MissingBytes(
@@ -66,20 +64,45 @@ def backup(
         )
 
 
-def restore_from(
-    place: str, params: ParamsFile, expect: str | None, compare_with: str | None, revoke_all_keys: bool
+@backup_app.command("restore")
+def restore(
+    place: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIR|URL", help="The newest backup there is restored; or DIR/backups/NAME.json."
+        ),
+    ],
+    expect: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIGEST",
+            help="Refuse a backup unless its manifest has this digest, whole or its first 12 digits or more.",
+        ),
+    ] = None,
+    compare_with: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|DIR|URL",
+            help="List what is undone since the backup, by the replaced installation's catalog.db, state "
+            "directory or catalog URL.",
+        ),
+    ] = None,
+    revoke_all_keys: Annotated[
+        bool, typer.Option("--revoke-all-keys", help="Let no key of the backup work.")
+    ] = False,
+    params: ParamsFile = PARAMS,
 ) -> None:
-    """Restore a backup into the settings' empty state directory, and say first what that undoes."""
+    """Restore a backup into the settings' empty state directory.
+
+    What was decided since it was made is undone, which is said first.
+    """
     settings = enter(params)
     from tasks.restore_backup import restore_backup
 
-    began, said = time.monotonic(), _progress()
+    began, said = time.monotonic(), now_and_then()
 
     def on_bytes(done: int, size: int) -> None:
         said(lambda: f"{_size(done)} of {_size(size)}")
-
-    def tell(sentence: str) -> None:
-        typer.echo(sentence, err=True)
 
     found = restore_backup(
         settings,
@@ -88,7 +111,7 @@ def restore_from(
         expect=expect,
         compare_with=compare_with,
         revoke_all_keys=revoke_all_keys,
-        tell=tell,
+        tell=partial(typer.echo, err=True),
     )
     typer.echo(
         f"{found.name} is restored to {found.state_dir}: {found.files:,} files, {_size(found.bytes)}, in "
@@ -102,11 +125,11 @@ def restore_from(
     typer.echo("Start it with `graftwork up`, which makes new credentials.")
 
 
-@catalog_app.command("copy")
-def copy(source: Address, target: Address, as_json: Json = False) -> None:
+@backup_app.command("copy-catalog")
+def copy_catalog(source: Address, target: Address, as_json: Json = False) -> None:
     """Copy all rows of a catalog into an empty database, SQLite or Postgres. Run `graftwork down` first."""
     from engine.catalog.catalog import Catalog
-    from engine.catalog.copying import copy_catalog
+    from engine.catalog.copying import copy_catalog as copy_rows
     from engine.controller.route_changes import controller_serves
 
     with Catalog(source) as found:
@@ -115,32 +138,19 @@ def copy(source: Address, target: Address, as_json: Json = False) -> None:
                 f"A controller runs on {found.label}: what it changes from now on would not be in the copy. "
                 "Nothing was changed. Run `graftwork down`, then copy again."
             )
-    began, said = time.monotonic(), _progress()
+    began, said = time.monotonic(), now_and_then()
 
     def on_rows(table: str, rows: int) -> None:
         said(lambda: f"{table}: {rows:,} rows")
 
-    counts = copy_catalog(source, target, on_rows)
+    counts = copy_rows(source, target, on_rows)
     seconds = round(time.monotonic() - began, 3)
     if as_json:
-        return typer.echo(json.dumps({"rows": counts, "seconds": seconds}))
+        return print_json({"rows": counts, "seconds": seconds})
     typer.echo(
         f"{sum(counts.values()):,} rows are copied in {seconds:.1f} s, {counts['revisions']:,} revisions "
         "among them. Set `catalog.url` to the copy's address, then `graftwork up`."
     )
-
-
-def _progress() -> Callable[[Callable[[], str]], None]:
-    """Return a function that prints a line to stderr, at most every `SAID_EVERY_S` seconds."""
-    said = time.monotonic()
-
-    def say(line: Callable[[], str]) -> None:
-        nonlocal said
-        if time.monotonic() - said >= SAID_EVERY_S:
-            said = time.monotonic()
-            print(line(), file=sys.stderr, flush=True)
-
-    return say
 
 
 def _size(size: int) -> str:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
+from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -31,30 +32,16 @@ from flows.cli import (
     look,
     plan,
     policy,
-    proxy,
-    purge,
-    residency,
     score,
     security,
     serve,
-    simulate,
     store,
     tenants,
 )
-from flows.entry import (
-    PARAMS,
-    ParamsFile,
-    ReuseName,
-    asked,
-    check,
-    enter,
-    filled,
-    prefer_equal_bits,
-    require_services,
-)
+from flows.entry import PARAMS, ParamsFile, ReuseName, check, enter, filled, option, prefer_equal_bits
 from tasks.deployments import install
 from tasks.outcome import Stages, shortcomings
-from tasks.purged_names import reuse_purged_name
+from tasks.purge_record import reuse_purged_name
 from tasks.stuck_runs import free_stuck, worker_started
 
 AGAIN_S = 0.05
@@ -110,15 +97,15 @@ def run(
             def build_then_import() -> None:
                 build()
                 # Not beside the build: transformers' lazy imports are not safe in two threads.
-                imports.append(background(load_flows))
+                imports.append(background(lambda: import_module("tasks.steps").preload()))
 
             stack.enter_context(services.session(settings, build_then_import, display.print_service))
-            if imports:
-                imports[0].result()
-            load_flows()
+            for imported in imports:
+                imported.result()
         from flows.demo import demo
-        from tasks.steps import flush
+        from tasks.steps import flush, preload
 
+        preload()
         stack.callback(flush)
 
         with display.live():
@@ -156,29 +143,6 @@ def up(
 
 
 @app.command()
-def start(
-    service: Annotated[
-        str, typer.Argument(help="engine, trainer, controller, mlflow, prefect, worker.", show_default=False)
-    ],
-    params: ParamsFile = PARAMS,
-) -> None:
-    """Run one service in the foreground until a signal, for systemd or a container.
-
-    Where it is reached stands in `at`; the worker also installs the Prefect deployments and ends the runs
-    that a dead worker has left.
-    """
-    settings = enter(params)
-    command, environment = services.foreground(settings, service)
-    if service == services.WORKER:
-        typer.echo(f"{install(settings)} deployments and their automations are installed.")
-        # An installation has one worker, and this one has claimed nothing yet.
-        now = time.time()
-        for dead in free_stuck(settings, now, started=now):
-            typer.echo(f"Ended: {dead}.")
-    os.execve(command[0], command, environment)
-
-
-@app.command()
 def down(params: ParamsFile = PARAMS) -> None:
     """Stop the services that `graftwork up` started."""
     stopped = services.down(enter(params))
@@ -188,20 +152,19 @@ def down(params: ParamsFile = PARAMS) -> None:
 @app.command()
 def adapt(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[POLICY]...", show_default=False, help="Policies to adapt.")
+        list[str] | None, typer.Argument(metavar="POLICY...", show_default=False, help="Policies to adapt.")
     ] = None,
-    policy: Annotated[list[str] | None, typer.Option(help="Policy to adapt; repeatable.")] = None,
-    steps: Annotated[int | None, asked(AdaptForm, "steps")] = None,
-    lr: Annotated[float | None, asked(AdaptForm, "lr")] = None,
-    rank: Annotated[int | None, asked(AdaptForm, "rank")] = None,
-    loss: Annotated[str | None, asked(AdaptForm, "loss")] = None,
-    seed: Annotated[int | None, asked(AdaptForm, "seed")] = None,
+    steps: Annotated[int | None, option(AdaptForm, "steps")] = None,
+    lr: Annotated[float | None, option(AdaptForm, "lr")] = None,
+    rank: Annotated[int | None, option(AdaptForm, "rank")] = None,
+    loss: Annotated[str | None, option(AdaptForm, "loss")] = None,
+    seed: Annotated[int | None, option(AdaptForm, "seed")] = None,
     reuse_name: ReuseName = False,
     params: ParamsFile = PARAMS,
 ) -> None:
     """Train policies concurrently, then export, register, verify and score a revision of each."""
     settings = enter(params)
-    chosen = list(dict.fromkeys([*(names or ()), *(policy or ())]))
+    chosen = list(dict.fromkeys(names or ()))
     if not chosen:
         raise ConfigError("Say which policy to adapt: `graftwork adapt POLICY...`.")
     forms = {
@@ -209,7 +172,7 @@ def adapt(
         for name in chosen
     }
     check(settings, chosen)
-    require_services(settings)
+    services.require_running(settings)
     for name in chosen:
         reuse_purged_name(settings, name, settings.policy(name).owner, reuse_name)
     from flows import display
@@ -235,31 +198,13 @@ def adapt(
             display.print_row(rows[name])
 
 
-GROUPS = (
-    policy,
-    score,
-    decide,
-    look,
-    residency,
-    serve,
-    proxy,
-    chat,
-    plan,
-    simulate,
-    adapters,
-    purge,
-    store,
-    backup,
-    security,
-    tenants,
-    admin,
-)
+GROUPS = (score, decide, look, chat, policy, adapters, security, serve, plan, store, backup, tenants, admin)
 for group in GROUPS:
     app.add_typer(group.app)
 
 
-def main() -> None:
-    """Run the command; report a `GraftworkError` on stderr and exit with its code."""
+def main(command: typer.Typer = app) -> None:
+    """Run a command; report a `GraftworkError` on stderr and exit with its code."""
     # A shell ignores SIGINT for background jobs; handle it all the same, to stop services cleanly.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -268,7 +213,7 @@ def main() -> None:
     # MKL reads it at its first product: before any command imports torch.
     prefer_equal_bits()
     try:
-        app()
+        command()
     except GraftworkError as error:
         typer.secho(str(error), fg="red", err=True)
         leave(error.exit_code)
@@ -300,10 +245,3 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def load_flows() -> None:
-    """Import the flows and the libraries of their tasks; takes seconds, so call it while services start."""
-    from tasks.steps import preload
-
-    preload()

@@ -1,40 +1,67 @@
-"""Read-only commands: status, sessions, ls, why, replay, report.
+"""Read-only commands: status, ls, why, replay, report, usage.
 
-`status` asks the services' supervisor and `sessions` the trainer; the others read the catalog and the
+`status` asks the services' supervisor, the trainer and the engine; the others read the catalog and the
 ledger's snapshot, so they also work while nothing runs.
 """
 
 import time
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from engine.services import lifecycle as services
-from flows.entry import PARAMS, Json, ParamsFile, enter
+from engine.settings.params import Params
+from flows.entry import PARAMS, Json, ParamsFile, enter, print_found, print_json
 from tasks.publish import write_report
+from tasks.usage import as_table, usage_by
 
 app = typer.Typer()
+LOOK = "Reports and checks"
 PATIENCE_S = 5.0
 Limit = Annotated[int, typer.Option(min=1, max=10_000, help="Show at most this many lines, newest first.")]
 
 
 @app.command()
-def status(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
-    """Show each service's state, address and age, running releases, alarms, and runs that found no slot."""
+def status(
+    sessions: Annotated[
+        bool, typer.Option("--sessions", help="List the trainer's sessions: step, memory, bytes, holder.")
+    ] = False,
+    residency: Annotated[
+        bool,
+        typer.Option("--residency", help="Show where each adapter is (stored, host, slot), loads and waits."),
+    ] = False,
+    limit: Annotated[
+        int, typer.Option(min=1, max=10_000, help="With --residency: show at most this many revisions.")
+    ] = 50,
+    as_json: Json = False,
+    params: ParamsFile = PARAMS,
+) -> None:
+    """Show each service's state, address and age, running releases, alarms, and runs that found no slot.
+
+    With --sessions or --residency, show what the trainer or the engine holds instead.
+    """
     settings = enter(params)
-    from tasks.look import plain, standing
-    from tasks.stuck_runs import KeptOutRuns
+    if sessions:
+        return print_sessions(settings, as_json)
+    if residency:
+        return print_residency(settings, limit, as_json)
+    from tasks.look import shown_service, standing
 
     states, now = services.status(settings), standing(settings)
     if as_json:
-        return print_json({"services": plain(states), **now})
-    from flows.display import print_status
+        return print_json({"services": [asdict(state) for state in states], **now})
+    from flows.display import print_rows
 
-    print_status(states)
+    print_rows([shown_service(state) for state in states])
     for alarm in now["alarms"]:
         say(f"Alarm: {alarm}")
     if now["frozen"]:
-        say("Releases are frozen: promotions and canaries are blocked. `graftwork thaw` allows them again.")
+        say(
+            "Releases are frozen: promotions and canaries are blocked. `graftwork decide thaw` allows them "
+            "again."
+        )
     for release in now["releases"]:
         say(f"The release of {release['revision']} is at step {release['step']}. {release['reason']}")
     for one in now["engines"]:
@@ -42,24 +69,40 @@ def status(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
         say(f"Engine {one['id']} at {one['url']}: last beat {one['beat_s']:g} s ago{drains}.")
     for notice in now["notices"]:
         say(f"{notice['name']}: {notice['reason']}")
+    from tasks.stuck_runs import KeptOutRuns
+
     for row in now["cancelled"]:
         say(str(KeptOutRuns(**row)))
 
 
-@app.command()
-def sessions(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
-    """List the trainer's sessions: step, memory, bytes, last call, holder and queue."""
-    settings = enter(params)
+def print_sessions(settings: Params, as_json: bool) -> None:
+    """Print the sessions that the trainer has."""
     from engine.training.service.client import TrainerClient
+    from tasks.look import shown_session
 
     with TrainerClient.of(settings, patience_s=PATIENCE_S) as trainer:
         rows = trainer.sessions()
-    if as_json:
-        return print_json(rows)
-    from flows.display import print_rows
-    from tasks.look import shown_session
+    print_found(as_json, rows, [shown_session(row) for row in rows], fold=("session", "writer"))
 
-    print_rows([shown_session(row) for row in rows], fold=("session", "writer"))
+
+def print_residency(settings: Params, limit: int, as_json: bool) -> None:
+    """Print the tiers, the queue of cold loads, and each revision's loads and waits."""
+    from tasks import residency as tiers
+
+    found = tiers.residency(settings, limit)
+    if as_json:
+        return print_json(found)
+    from flows.display import console, print_row, print_rows
+
+    if not found["engine"]:
+        say("No engine is running, so every revision is `stored`.")
+    print_row(tiers.facts(found))
+    print_rows([tiers.shown(row) for row in found["revisions"]], fold=("revision",))
+    for row in found["quarantined"]:
+        console.print(f"{row['revision']} is in quarantine: {row['reason']}", markup=False)
+    for row in found["revisions"]:
+        if row.get("last_fault"):
+            console.print(f"{row['revision']}: {row['last_fault']}", markup=False)
 
 
 @app.command()
@@ -67,6 +110,9 @@ def ls(
     policy: Annotated[
         str | None, typer.Argument(help="List this policy's revisions. Default: list the policies.")
     ] = None,
+    trainable: Annotated[
+        bool, typer.Option("--trainable", help="List the policies that can be trained here, with their task.")
+    ] = False,
     limit: Limit = 20,
     as_json: Json = False,
     params: ParamsFile = PARAMS,
@@ -75,16 +121,19 @@ def ls(
     settings = enter(params)
     from tasks import look
 
+    if trainable:
+        return print_found(as_json, look.trainable(settings), fold=("policy", "owner", "verifier"))
     fresh = look.as_of(settings)
+    rows: list[Any]
     if policy is None:
-        policies, total = look.policies(settings, limit)
-        shown, rows = [look.shown_policy(row) for row in policies], look.plain(policies)
+        rows, total = look.policies(settings, limit)
+        shown = [look.shown_policy(row) for row in rows]
     else:
-        revisions, total = look.revisions(settings, policy, limit)
-        shown, rows = [look.shown_revision(row, time.time()) for row in revisions], look.plain(revisions)
+        rows, total = look.revisions(settings, policy, limit)
+        shown = [look.shown_revision(row, time.time()) for row in rows]
     if as_json:
         kind = "policies" if policy is None else "revisions"
-        return print_json({"as_of": fresh, "total": total, kind: rows})
+        return print_json({"as_of": fresh, "total": total, kind: [asdict(row) for row in rows]})
     from flows.display import print_rows
 
     print_rows(shown, fold=("policy", "canary", "users"))
@@ -104,14 +153,14 @@ def why(
 
     fresh, chain = look.as_of(settings), look.explain(settings, subject)
     if as_json:
-        return print_json({"as_of": fresh, **look.plain(chain)})
+        return print_json({"as_of": fresh, **asdict(chain)})
     from flows.display import print_links
 
     print_links(chain.links)
     say(look.note(fresh))
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def replay(
     release: Annotated[str, typer.Argument(help="Release id; or POLICY, POLICY@DIGEST: its newest.")],
     alpha: Annotated[
@@ -129,7 +178,7 @@ def replay(
 
     found = judge_again(settings, release, alpha, margin)
     if as_json:
-        return print_json(found.row())
+        return print_json(asdict(found))
     judged = f"at level {found.alpha:g} and margin {found.margin:g}"
     units = f"{found.canary_units} canary and {found.baseline_units} baseline units"
     say(f"{found.revision} {judged}: {found.verdict} after {found.seconds:.1f} s, {units}.")
@@ -137,25 +186,36 @@ def replay(
     say(f"Recorded: {found.recorded}. {found.recorded_reason}")
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def report(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     """Write the HTML report of everything in the ledger to the state directory, and print its path."""
     settings = enter(params)
-    now = time.time()
-    path = write_report(settings, settings.paths.runs / "report.html", 0.0, now, {})
+    path: Path = write_report(settings, settings.paths.runs / "report.html", 0.0, time.time(), {})
     if as_json:
         return print_json({"path": str(path)})
-    typer.echo(f"The report is {path}.")
+    say(f"The report is {path}.")
+
+
+@app.command(rich_help_panel=LOOK)
+def usage(
+    by: Annotated[str, typer.Option(help="Sum up by tenant, key, policy or revision.")] = "tenant",
+    begin: Annotated[str | None, typer.Option("--from", help="First hour (UTC), such as 2026-11-01.")] = None,
+    end: Annotated[str | None, typer.Option("--to", help="First hour that is left out.")] = None,
+    as_json: Json = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    params: ParamsFile = PARAMS,
+) -> None:
+    """Show requests, tokens and prices, by purpose; without --from and --to of all time.
+
+    Tokens of requests whose gateway was killed are `unknown`: they count at what was reserved.
+    """
+    rows = usage_by(enter(params), by, begin, end)
+    if as_csv:
+        return typer.echo(as_table(rows), nl=False)
+    print_found(as_json, rows, fold=(by,))
 
 
 def say(sentence: str) -> None:
     """Print a sentence, unless it is empty."""
     if sentence:
         typer.echo(sentence)
-
-
-def print_json(value: Any) -> None:
-    """Print a value as indented JSON."""
-    import json
-
-    typer.echo(json.dumps(value, indent=2))

@@ -1,15 +1,29 @@
-"""Commands about policies: create one from your own data, list them, show their settings."""
+"""Commands about policies: create one from your own data, show and try it, remove it for good."""
 
-import json
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from engine.base.fitting import fitted_policy
+from engine.errors import ConfigError
 from engine.settings.forms import CreatePolicyForm
-from engine.settings.params import known_policies
-from flows.entry import PARAMS, Json, ParamsFile, ReuseName, asked, enter, filled
+from flows.cli.store import KEEP
+from flows.entry import (
+    PARAMS,
+    By,
+    Json,
+    ParamsFile,
+    Reason,
+    ReuseName,
+    enter,
+    filled,
+    option,
+    print_found,
+    print_json,
+)
 from tasks.outcome import local_key
 
 app = typer.Typer()
@@ -23,27 +37,27 @@ def create(
     data: Annotated[
         Path, typer.Option(help="Questions and answers: JSON lines, JSON, CSV, Parquet or a saved dataset.")
     ],
-    verifier: Annotated[str, asked(CreatePolicyForm, "verifier")],
-    owner: Annotated[str, asked(CreatePolicyForm, "owner")] = "local",
-    base: Annotated[str | None, asked(CreatePolicyForm, "base")] = None,
-    system: Annotated[str | None, asked(CreatePolicyForm, "system")] = None,
+    verifier: Annotated[str, option(CreatePolicyForm, "verifier")],
+    owner: Annotated[str, option(CreatePolicyForm, "owner")] = "local",
+    base: Annotated[str | None, option(CreatePolicyForm, "base")] = None,
+    system: Annotated[str | None, option(CreatePolicyForm, "system")] = None,
     few_shot: Annotated[
-        Path | None, typer.Option(help="Worked questions before each one, in such a file.")
+        Path | None, typer.Option(help="Put the worked examples in this file before every question.")
     ] = None,
-    steps: Annotated[int | None, asked(CreatePolicyForm, "steps")] = None,
-    lr: Annotated[float | None, asked(CreatePolicyForm, "lr")] = None,
-    loss: Annotated[str | None, asked(CreatePolicyForm, "loss")] = None,
-    kl: Annotated[float | None, asked(CreatePolicyForm, "kl")] = None,
-    rank: Annotated[int | None, asked(CreatePolicyForm, "rank")] = None,
-    groups: Annotated[int | None, asked(CreatePolicyForm, "groups")] = None,
-    group_size: Annotated[int | None, asked(CreatePolicyForm, "group_size")] = None,
-    max_tokens: Annotated[int | None, asked(CreatePolicyForm, "max_tokens")] = None,
-    items: Annotated[int, asked(CreatePolicyForm, "items")] = 200,
+    steps: Annotated[int | None, option(CreatePolicyForm, "steps")] = None,
+    lr: Annotated[float | None, option(CreatePolicyForm, "lr")] = None,
+    loss: Annotated[str | None, option(CreatePolicyForm, "loss")] = None,
+    kl: Annotated[float | None, option(CreatePolicyForm, "kl")] = None,
+    rank: Annotated[int | None, option(CreatePolicyForm, "rank")] = None,
+    groups: Annotated[int | None, option(CreatePolicyForm, "groups")] = None,
+    group_size: Annotated[int | None, option(CreatePolicyForm, "group_size")] = None,
+    max_tokens: Annotated[int | None, option(CreatePolicyForm, "max_tokens")] = None,
+    items: Annotated[int, option(CreatePolicyForm, "items")] = 200,
     scheduled: Annotated[
-        bool | None, asked(CreatePolicyForm, "scheduled", "--scheduled/--unscheduled")
+        bool | None, option(CreatePolicyForm, "scheduled", "--scheduled/--unscheduled")
     ] = None,
-    max_age_s: Annotated[float | None, asked(CreatePolicyForm, "max_age_s")] = None,
-    drift_after_s: Annotated[float | None, asked(CreatePolicyForm, "drift_after_s")] = None,
+    max_age_s: Annotated[float | None, option(CreatePolicyForm, "max_age_s")] = None,
+    drift_after_s: Annotated[float | None, option(CreatePolicyForm, "drift_after_s")] = None,
     reuse_name: ReuseName = False,
     params: ParamsFile = PARAMS,
 ) -> None:
@@ -68,23 +82,6 @@ def create(
     typer.echo(describe(created))
 
 
-@policy_app.command("ls")
-def ls(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
-    """List the policies that can be trained here."""
-    settings = enter(params)
-    rows = []
-    for name in known_policies(settings):
-        config = settings.policy(name)
-        row = {"policy": name, "owner": config.owner, "verifier": config.verifier, "suite": config.suite}
-        rows.append(row | {"scheduled": config.scheduled})
-    if as_json:
-        typer.echo(json.dumps(rows, indent=2))
-        return
-    from flows.display import print_rows
-
-    print_rows(rows, fold=("policy", "owner", "verifier"))
-
-
 @policy_app.command("show")
 def show(name: str, as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     """Show a policy's settings and where each one is set."""
@@ -96,12 +93,7 @@ def show(name: str, as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     if not as_json:
         values["task"] = task_of(values)
     rows = [{"setting": key, "value": values[key], "from": resolved.sources[key]} for key in values]
-    if as_json:
-        typer.echo(json.dumps(rows, indent=2))
-        return
-    from flows.display import print_rows
-
-    print_rows(rows, fold=("value",))
+    print_found(as_json, rows, fold=("value",))
 
 
 @policy_app.command("try")
@@ -112,12 +104,66 @@ def try_out(
 ) -> None:
     """Sample 32 answers of the base, score them, and say whether GRPO can learn from the rewards."""
     settings = enter(params)
-    from flows.display import print_rows
     from tasks.tryout import try_policy
 
     trial = try_policy(settings, name, local_key(settings))
+    rows = [group.row() for group in trial.groups]
+    print_found(as_json, trial.to_json(), rows, fold=("question", "best answer"))
+    if not as_json:
+        typer.echo(trial.verdict)
+
+
+@app.command(rich_help_panel=KEEP)
+def purge(
+    by: By,
+    reason: Reason,
+    policy: Annotated[str | None, typer.Argument(help="Policy to remove.")] = None,
+    tenant: Annotated[
+        str | None, typer.Option(help="Remove this tenant instead: its keys, policies, answers and usage.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Confirm. A purge cannot be undone.")] = False,
+    as_json: Json = False,
+    params: ParamsFile = PARAMS,
+) -> None:
+    """Remove a policy for good: bytes, rows, sessions, scores, answers, and its model in MLflow.
+
+    Its name stays marked as purged, and can be used again only with --reuse-name. With --tenant, remove a
+    tenant for good: keys, policies, and what its keys asked, rated and used. The audit log keeps who changed
+    what; it holds no prompt and no answer. Hourly sums of usage stay.
+    """
+    settings = enter(params)
+    if (policy is None) == (tenant is None):
+        raise ConfigError("Name the policy to remove, or a tenant with --tenant.")
+    if not yes:
+        what = (
+            f"removes every revision, session, score and answer of {policy!r}, and its model in MLflow"
+            if policy
+            else f"revokes every key of {tenant!r}, purges its policies, and removes its requests and ratings"
+        )
+        raise ConfigError(f"This {what}. It cannot be undone. Run it again with --yes to confirm.")
+    from tasks.erase import erase
+    from tasks.purge import purge as purge_policy
+
+    def say(place: str, counts: Mapping[str, int]) -> None:
+        found = ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in counts.items() if count)
+        if not as_json:
+            typer.echo(f"  {place:<10} {found or 'nothing there'}")
+
+    if tenant:
+        places = erase(settings, tenant, by, reason, say)
+        done = f"{tenant} is erased, by {by}: {reason.rstrip('.')}."
+        return print_json({"tenant": tenant, "places": places}) if as_json else typer.echo(done)
+    record = purge_policy(settings, str(policy), by, reason, say)
     if as_json:
-        typer.echo(json.dumps(trial.to_json(), indent=2))
-        return
-    print_rows([group.row() for group in trial.groups], fold=("question", "best answer"))
-    typer.echo(trial.verdict)
+        return print_json(asdict(record))
+    typer.echo(
+        f"{policy} is purged, by {record.by}: {record.reason.rstrip('.')}. Engines drop its adapters from "
+        "memory within a second."
+    )
+    if record.elsewhere:
+        typer.echo(
+            "MLflow artifacts of it in other places were kept; remove them yourself: "
+            f"{', '.join(record.elsewhere)}."
+        )
+    if (kept := settings.suites_dir / str(policy)).is_dir():
+        typer.echo(f"Its data was kept: {kept}.")

@@ -1,7 +1,9 @@
-"""`graftwork serve`: serve one revision from this catalog, a directory or an MLflow registry."""
+"""Serving beyond `graftwork up`: one service or revision in the foreground, a balancer's configuration."""
 
+import os
 import re
 import signal
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -11,9 +13,12 @@ from engine.catalog.records import served_name
 from engine.errors import ConfigError
 from engine.services import lifecycle as services
 from flows.entry import PARAMS, ParamsFile, enter
+from tasks.deployments import install
 from tasks.outcome import Stages
+from tasks.stuck_runs import free_stuck
 
 app = typer.Typer()
+SERVE = "Serve elsewhere"
 Served = Annotated[
     str,
     typer.Option(
@@ -27,9 +32,40 @@ From = Annotated[
 RegistryUrl = Annotated[
     str | None, typer.Option("--registry", help="Take it from the MLflow server at this URL.")
 ]
+Engines = Annotated[
+    list[str] | None,
+    typer.Option("--engine", help="URL of an engine; repeatable. Default: the catalog's engines."),
+]
+Listen = Annotated[str, typer.Option(help="Take requests at this ADDRESS:PORT.")]
+Certificate = Annotated[
+    Path | None, typer.Option(help="Take HTTPS, with the certificate chain and private key in this PEM file.")
+]
 
 
-@app.command()
+@app.command(rich_help_panel=SERVE)
+def start(
+    service: Annotated[
+        str, typer.Argument(help="engine, trainer, controller, mlflow, prefect, worker.", show_default=False)
+    ],
+    params: ParamsFile = PARAMS,
+) -> None:
+    """Run one service in the foreground until a signal, for systemd or a container.
+
+    Where it is reached stands in `at`; the worker also installs the Prefect deployments and ends the runs
+    that a dead worker has left.
+    """
+    settings = enter(params)
+    command, environment = services.foreground(settings, service)
+    if service == services.WORKER:
+        typer.echo(f"{install(settings)} deployments and their automations are installed.")
+        # An installation has one worker, and this one has claimed nothing yet.
+        now = time.time()
+        for dead in free_stuck(settings, now, started=now):
+            typer.echo(f"Ended: {dead}.")
+    os.execve(command[0], command, environment)
+
+
+@app.command(rich_help_panel=SERVE)
 def serve(
     revision: Served, source: From = None, registry: RegistryUrl = None, params: ParamsFile = PARAMS
 ) -> None:
@@ -54,3 +90,17 @@ def serve(
             f"{settings.paths.local_key}. Stop with Ctrl-C."
         )
         signal.pause()
+
+
+@app.command(rich_help_panel=SERVE)
+def haproxy(
+    engine: Engines = None,
+    listen: Listen = "127.0.0.1:8470",
+    certificate: Certificate = None,
+    params: ParamsFile = PARAMS,
+) -> None:
+    """Print a configuration of HAProxy that spreads requests over engines."""
+    settings = enter(params)
+    from tasks.haproxy import configuration
+
+    typer.echo(configuration(settings, engine or (), listen, certificate), nl=False)

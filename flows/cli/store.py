@@ -1,99 +1,75 @@
 """Commands that check and maintain the store of packed adapters; each is crash-safe and can be run again."""
 
-import json
 import resource
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from engine.errors import AdapterError
-from flows.entry import PARAMS, Json, ParamsFile, enter
+from flows.entry import PARAMS, Json, ParamsFile, enter, now_and_then, print_json
 
 if TYPE_CHECKING:
     from engine.publishing.maintenance import Report
 
 app = typer.Typer()
-store_app = typer.Typer(
-    help="Verify, garbage collect, compact and repack the store of packed adapters.", no_args_is_help=True
-)
-app.add_typer(store_app, name="store")
-SAID_EVERY_S = 5.0
+KEEP = "Keep and remove"
 
 
-@store_app.command("verify")
-def verify(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
-    """Check every revision's bytes against its checksum and layout; quarantine damaged revisions.
-
-    Missing bytes are reported, and nothing is changed.
-    """
-    from engine.publishing import maintenance
-
-    _run(params, as_json, maintenance.verify)
-
-
-@store_app.command("gc")
-def gc(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
-    """Remove segments that no revision uses, and temporary files that a crash left."""
-    from engine.publishing import maintenance
-
-    _run(params, as_json, maintenance.gc)
-
-
-@store_app.command("compact")
-def compact(
+@app.command(rich_help_panel=KEEP)
+def store(
+    work: Annotated[
+        Literal["verify", "gc", "compact", "repack"],
+        typer.Argument(metavar="[verify|gc|compact|repack]", help="What to do; verify removes nothing."),
+    ] = "verify",
     threshold: Annotated[
         float,
         typer.Option(
             min=0.0,
             max=1.0,
-            help="Rewrite segments with a smaller live share than this; 1: all with garbage.",
+            help="compact: rewrite segments with a smaller live share than this; 1: all with garbage.",
         ),
     ] = 0.5,
-    everything: Annotated[bool, typer.Option("--all", help="Rewrite every segment.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="compact: rewrite every segment.")] = False,
     as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Rewrite segments that are mostly garbage.
+    """Verify, garbage collect, compact or repack the store of packed adapters.
 
-    The disk space is free once no running engine has the old segments open.
+    verify: check every revision's bytes against its checksum and layout, and quarantine damaged revisions;
+    missing bytes are reported. gc: remove segments that no revision uses, and temporary files that a crash
+    left. compact: rewrite segments that are mostly garbage; the disk space is free once no running engine has
+    the old ones open. repack: rebuild packed files whose format differs from this version's, as after an
+    engine upgrade.
     """
-    from engine.publishing import maintenance
-
-    _run(params, as_json, maintenance.compact, threshold=threshold, everything=everything)
-
-
-@store_app.command("repack")
-def repack(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
-    """Rebuild packed files whose format differs from this version's, as after an engine upgrade."""
-    from engine.publishing import repacking
-
-    _run(params, as_json, repacking.repack)
-
-
-def _run(params: ParamsFile, as_json: bool, operation: Callable[..., "Report"], **options: Any) -> None:
-    """Run an operation and print its report; raise `AdapterError` for damaged or unreadable revisions."""
     settings = enter(params)
     from engine.catalog.opening import open_catalog
+    from engine.publishing import maintenance, repacking
     from engine.store.open import open_store
 
-    began, paths = time.monotonic(), settings.paths
+    operations: dict[str, Callable[..., Report]] = {
+        "verify": maintenance.verify,
+        "gc": maintenance.gc,
+        "compact": partial(maintenance.compact, threshold=threshold, everything=everything),
+        "repack": repacking.repack,
+    }
+    began, paths, said = time.monotonic(), settings.paths, now_and_then()
     # Do not create a catalog that is not there.
     with (
         open_catalog(paths, migrated=paths.has_catalog) as index,
-        closing(open_store(settings)) as store,
+        closing(open_store(settings)) as opened,
     ):
-        report = operation(index, store, on_page=_progress(), **options)
+        report = operations[work](index, opened, on_page=lambda so_far: said(lambda: progress(so_far)))
     found = asdict(report) | {
         "seconds": round(time.monotonic() - began, 3),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     if as_json:
-        typer.echo(json.dumps(found))
+        print_json(found)
     else:
         from flows.display import print_row, print_rows
 
@@ -101,6 +77,17 @@ def _run(params: ParamsFile, as_json: bool, operation: Callable[..., "Report"], 
         print_row(found)
         if examples:
             print_rows(examples, fold=("revision", "fault"))
+    refuse_faults(report)
+
+
+def progress(report: "Report") -> str:
+    """Return what has been done so far."""
+    done = f"{report.revisions:,} revisions, {report.bytes / (1 << 30):.2f} GiB, {report.moved:,} moved"
+    return f"{report.operation}: {done}, {report.removed:,} segments removed"
+
+
+def refuse_faults(report: "Report") -> None:
+    """Raise `AdapterError` for damaged or unreadable revisions."""
     if report.damaged:
         count = f"{report.damaged} revisions are" if report.damaged > 1 else "1 revision is"
         raise AdapterError(
@@ -113,20 +100,3 @@ def _run(params: ParamsFile, as_json: bool, operation: Callable[..., "Report"], 
             f"{count} could not be read, because bytes or a base are missing; see above. "
             "Nothing was changed. Restore what is missing and run the command again."
         )
-
-
-def _progress() -> Callable[["Report"], None]:
-    """Return a function that prints progress to stderr, at most every `SAID_EVERY_S` seconds."""
-    said = time.monotonic()
-
-    def say(report: "Report") -> None:
-        nonlocal said
-        if time.monotonic() - said >= SAID_EVERY_S:
-            said = time.monotonic()
-            gib = report.bytes / (1 << 30)
-            line = (
-                f"{report.operation}: {report.revisions:,} revisions, {gib:.2f} GiB, {report.moved:,} moved"
-            )
-            print(f"{line}, {report.removed:,} segments removed", file=sys.stderr, flush=True)
-
-    return say

@@ -1,26 +1,21 @@
-"""Commands for tenants: API keys with roles and limits, and what they have used."""
+"""Commands for tenants: API keys with roles and limits, suspension."""
 
 import re
 import time
 from dataclasses import fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from engine.errors import ConfigError
-from flows.cli.look import print_json
-from flows.entry import PARAMS, Json, ParamsFile, catalog, enter
-from tasks.usage import as_table, usage_by
+from flows.entry import PARAMS, Json, ParamsFile, catalog, print_found, seconds_of
 
 app = typer.Typer()
 key_app = typer.Typer(
     help="Create, list, limit, rotate and revoke API keys of engine and controller.", no_args_is_help=True
 )
-app.add_typer(key_app, name="key")
-tenant_app = typer.Typer(help="List, suspend and resume tenants.", no_args_is_help=True)
-app.add_typer(tenant_app, name="tenant")
-
-UNITS = {"m": 60, "h": 3600, "d": 86400}
+KEYS = "Keys and tenants"
+app.add_typer(key_app, name="key", rich_help_panel=KEYS)
 Prefix = Annotated[str, typer.Argument(help="First digits of the key's id, as `key ls` shows it.")]
 Policies = Annotated[
     list[str] | None,
@@ -70,12 +65,10 @@ def key_create(
 @key_app.command("ls")
 def key_ls(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     """List keys with id, tenant, roles, policies, limits and state."""
-    from flows.display import key_rows, print_rows
+    from flows.display import key_rows
 
     rows = key_rows(catalog(params).keys.all(), time.time())
-    if as_json:
-        return print_json(rows)
-    print_rows(rows, fold=("tenant", "roles", "policies", "limits"))
+    print_found(as_json, rows, fold=("tenant", "roles", "policies", "limits"))
 
 
 @key_app.command("rotate")
@@ -122,59 +115,31 @@ def key_limits(
     typer.echo(f"Tenant {name} has {told(limits_of(limit))}.")
 
 
-@tenant_app.command("ls")
-def tenant_ls(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
-    """List tenants with limits or a weight of their own, and suspended ones."""
-    from flows.display import print_rows, tenant_rows
-
-    rows = tenant_rows(catalog(params).keys.tenants())
-    if as_json:
-        return print_json(rows)
-    print_rows(rows, fold=("limits", "reason"))
-
-
-@tenant_app.command("suspend")
-def tenant_suspend(
-    name: Annotated[str, typer.Argument(help="Owner of the keys.")],
-    reason: Annotated[str, typer.Option(help="Why; the tenant reads it.")],
-    params: ParamsFile = PARAMS,
-) -> None:
-    """Refuse all requests of a tenant's keys from now on. Answers under way end by themselves."""
-    suspended = catalog(params).keys.suspend(name, reason)
-    typer.echo(f"Tenant {name} is suspended: {suspended.suspended_for}")
-
-
-@tenant_app.command("resume")
-def tenant_resume(
-    name: Annotated[str, typer.Argument(help="The suspended tenant.")], params: ParamsFile = PARAMS
-) -> None:
-    """Take a suspended tenant's requests again."""
-    catalog(params).keys.resume(name)
-    typer.echo(f"Tenant {name} is resumed.")
-
-
-@app.command()
-def usage(
-    by: Annotated[str, typer.Option(help="Sum up by tenant, key, policy or revision.")] = "tenant",
-    begin: Annotated[str | None, typer.Option("--from", help="First hour (UTC), such as 2026-11-01.")] = None,
-    end: Annotated[str | None, typer.Option("--to", help="First hour that is left out.")] = None,
+@app.command(rich_help_panel=KEYS)
+def tenant(
+    action: Annotated[
+        Literal["ls", "suspend", "resume"], typer.Argument(metavar="[ls|suspend|resume]", help="What to do.")
+    ] = "ls",
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Owner of the keys.")] = None,
+    reason: Annotated[str, typer.Option(help="Why it is suspended; the tenant reads it.")] = "",
     as_json: Json = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Show requests, tokens and prices, by purpose; without --from and --to of all time.
+    """List tenants with limits or a weight of their own, and suspended ones; suspend or resume one.
 
-    Tokens of requests whose gateway was killed are `unknown`: they count at what was reserved.
+    All requests of a suspended tenant's keys are refused from now on. Answers under way end by themselves.
     """
-    settings = enter(params)
-    rows = usage_by(settings, by, begin, end)
-    if as_json:
-        return print_json(rows)
-    if as_csv:
-        return typer.echo(as_table(rows), nl=False)
-    from flows.display import print_rows
+    if (name is None) != (action == "ls") or (action == "suspend" and not reason):
+        raise ConfigError("Write `tenant ls`, `tenant suspend NAME --reason WHY` or `tenant resume NAME`.")
+    keys = catalog(params).keys
+    if name is None:
+        from flows.display import tenant_rows
 
-    print_rows(rows, fold=(by,))
+        return print_found(as_json, tenant_rows(keys.tenants()), fold=("limits", "reason"))
+    if action == "suspend":
+        return typer.echo(f"Tenant {name} is suspended: {keys.suspend(name, reason).suspended_for}")
+    keys.resume(name)
+    typer.echo(f"Tenant {name} is resumed.")
 
 
 def limits_of(given: list[str] | None) -> dict[str, float]:
@@ -189,14 +154,6 @@ def limits_of(given: list[str] | None) -> dict[str, float]:
             raise ConfigError(f"{word!r} is not a limit. Write NAME=NUMBER; names are {known}.")
         found[name] = float(value)
     return checked_limits(found)
-
-
-def seconds_of(text: str) -> float:
-    """Return the seconds of a time such as 90d, 12h or 30m. Raises `ConfigError` for another form."""
-    match = re.fullmatch(r"(\d+)([mhd])", text)
-    if not match:
-        raise ConfigError(f"{text!r} is not a time. Write minutes, hours or days: 30m, 12h or 90d.")
-    return int(match.group(1)) * UNITS[match.group(2)]
 
 
 def told(limits: dict[str, Any]) -> str:

@@ -173,7 +173,7 @@ def latest_starts(cluster: Cluster, asked: Sequence[Asked]) -> list[float]:
 
 def by_controller(cluster: Cluster, policy: str, digest: str, after: ExitStack) -> float:
     """Roll back by the controller, as a person does."""
-    cluster.client.rollback(policy, digest, "It is bad.", "bench")
+    cluster.client.decide("rollback", "It is bad.", "bench", policy=policy, digest=digest)
     stone = cluster.catalog.tombstones.find(policy, digest)
     assert stone is not None
     return stone.at

@@ -65,7 +65,6 @@ LONG: dict[str, Any] = {
 COMMANDS = {
     "ls_all": ("adapters", "ls", "--limit", "0", "--json"),
     "show": ("adapters", "show", "{name}", "--json"),
-    "lineage": ("adapters", "lineage", "{name}", "--json"),
     "verify": ("store", "verify", "--json"),
     "gc": ("store", "gc", "--json"),
     "compact": ("store", "compact", "--json"),

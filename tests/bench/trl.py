@@ -197,15 +197,15 @@ def packaged_base(name: str, params: Path) -> Path:
 
 def lengthy_base(directory: Path, params: Path) -> Path:
     """Return the base of long answers, built once for each way of building it; about four minutes."""
-    from engine.base.progress import progress_bar
     from engine.base.resident import ensure_base
     from engine.settings.params import BaseConfig
+    from flows.display import base_bar
 
     source = ensure_base(BaseConfig(name="tiny-dense"), load_params(params).paths).path
     name = content_hash([source.name, Path(lengthy.__file__).read_text()])
     path = directory / f"lengthy-{name[:12]}"
     if not path.exists():
-        with tempfile.TemporaryDirectory(dir=directory) as draft, progress_bar("long answers") as bar:
+        with tempfile.TemporaryDirectory(dir=directory) as draft, base_bar() as bar:
             lengthy.build(source, Path(draft) / "base", bar)
             (Path(draft) / "base").rename(path)
     return path

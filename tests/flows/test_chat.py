@@ -21,7 +21,7 @@ from tests.helpers.live import free_port
 
 PINNED = "sums@aaaaaaaaaaaa"
 BAD = "sums@bbbbbbbbbbbb"
-REASON = f"{BAD} was rolled back: it was bad. `graftwork lift` makes it available again."
+REASON = f"{BAD} was rolled back: it was bad. `graftwork rollback --lift` makes it available again."
 
 
 class Gateway:

@@ -73,9 +73,8 @@ def test_help_lists_the_commands_in_half_a_second() -> None:
         "adapt",
         "score",
         "release",
-        "promote",
         "rollback",
-        "lift",
+        "decide",
         "key",
     ):
         assert f" {command} " in result.stdout
@@ -99,7 +98,17 @@ FAULTS = {
     "wrong subject": (["usage", "--by", "colour"], {}, 2, "tenant, key, policy, revision"),
     "unknown key": (["key", "revoke", "123456"], {}, 5, "key"),
     "no services": (["adapt", "arithmetic"], {}, 7, "graftwork up"),
-    "no digest": (["promote", "arithmetic", "--reason", "x"], {}, 2, "`graftwork ls arithmetic` lists"),
+    "no digest": (
+        ["decide", "promote", "arithmetic", "--reason", "x"],
+        {},
+        2,
+        "`graftwork ls arithmetic` lists",
+    ),
+    "nothing to hold": (["decide", "hold", "--reason", "x"], {}, 2, "Name a policy"),
+    "something to thaw": (["decide", "thaw", "arithmetic", "--reason", "x"], {}, 2, "take none"),
+    "nobody lifts": (["rollback", "arithmetic@ab12", "--lift", "--reason", "x"], {}, 2, "--by"),
+    "nothing to purge": (["purge", "--by", "me", "--reason", "x"], {}, 2, "--tenant"),
+    "nobody to suspend": (["tenant", "suspend", "--reason", "x"], {}, 2, "tenant suspend NAME"),
     "wrong learning rate": (["adapt", "arithmetic", "--lr", "-1"], {}, 2, "`lr`"),
     "unknown task": (
         ["run"],
@@ -121,7 +130,7 @@ FAULTS = {
     ),
     "no policy": (["adapt"], {}, 2, "graftwork adapt POLICY"),
     "one unknown policy of two": (
-        ["adapt", "--policy", "arithmetic", "--policy", "poetry"],
+        ["adapt", "arithmetic", "poetry"],
         {},
         2,
         "no policy 'poetry'. Known policies: arithmetic",
@@ -274,7 +283,7 @@ def test_a_policy_that_fails_leaves_the_others_rows(
 
     monkeypatch.setattr(flows.adapt, "adapt", adapt)
     monkeypatch.setattr(cli, "enter", lambda params: load_params(params))
-    monkeypatch.setattr(cli, "require_services", lambda settings: None)
+    monkeypatch.setattr(cli.services, "require_running", lambda settings: None)
     monkeypatch.setattr("tasks.steps.preload", lambda: None)
     settings = load_params(params)
     # As an older version has left it; whoever comes first brings it to the newest schema.
@@ -282,9 +291,9 @@ def test_a_policy_that_fails_leaves_the_others_rows(
     assert settings.paths.catalog_url == f"sqlite:///{params.parent}/state/catalog.db"
     leave_catalog_of_265b009(settings.paths.catalog_url)
     with pytest.raises(ServiceError, match="trainer is away"):
-        cli.adapt(None, ["arithmetic", "sorting"], params=params)
+        cli.adapt(["arithmetic", "sorting"], params=params)
     assert "sorting@123456789abc" in capsys.readouterr().out
-    cli.adapt(["sorting"], None, params=params)
+    cli.adapt(["sorting"], params=params)
     assert "sorting@123456789abc" in capsys.readouterr().out
 
 
@@ -299,7 +308,7 @@ def test_adapt_takes_a_recipe_for_this_time(monkeypatch: pytest.MonkeyPatch, par
         return SimpleNamespace(row=lambda: {"revision": "sorting@123456789abc"})
 
     monkeypatch.setattr(flows.adapt, "adapt", adapt)
-    monkeypatch.setattr(cli, "require_services", lambda settings: None)
+    monkeypatch.setattr(cli.services, "require_running", lambda settings: None)
     monkeypatch.setattr("tasks.steps.preload", lambda: None)
     recipe = ("--steps", "2", "--lr", "0.001", "--rank", "4", "--loss", "grpo", "--seed", "7")
     done = graftwork("adapt", "sorting", *recipe, "--params", str(params))
@@ -321,8 +330,7 @@ class Dying:
 def app():
     Dying()
     time.sleep(30)
-cli.app = app
-cli.main()
+cli.main(app)
 """
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=20)
     assert ended.returncode == code, ended.stderr

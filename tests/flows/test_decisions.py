@@ -23,7 +23,7 @@ def other(people: Operated, second: Second) -> str:
     version = people.mlflow.get_model_version(POLICY, "1")
     first = served_name(POLICY, version.tags["graftwork.digest"])
     if people.answered_by(POLICY) != first:
-        promoted = people.command("promote", first, "--reason", "The next test.")
+        promoted = people.command("decide", "promote", first, "--reason", "The next test.")
         assert promoted.returncode == 0, promoted.stderr
     return str(people.mlflow.get_model_version(POLICY, second.version).tags["graftwork.digest"])
 
@@ -75,7 +75,7 @@ def test_release_waits_for_approval_in_the_resume_form(people: Operated, other: 
 
 def test_approval_by_command_wakes_the_sleeping_run(people: Operated, other: str) -> None:
     run = start_release(people, other, skip_canary=NO_CANARY)
-    said = people.command("approve", POLICY, "--reason", "It is right.", "--by", "ada")
+    said = people.command("decide", "approve", POLICY, "--reason", "It is right.", "--by", "ada")
     assert said.returncode == 0, said.stderr
     state = people.wait(run)
     assert state["type"] == "COMPLETED", state["message"]
@@ -129,7 +129,9 @@ def test_cancel_of_a_sleeping_run_holds_its_release_within_five_seconds(people: 
 
 
 def promote_other(people: Operated, other: str) -> None:
-    promoted = people.command("promote", served_name(POLICY, other), "--reason", "The test wants it.")
+    promoted = people.command(
+        "decide", "promote", served_name(POLICY, other), "--reason", "The test wants it."
+    )
     assert promoted.returncode == 0, promoted.stderr
     assert people.answered_by(POLICY) == served_name(POLICY, other)
 
@@ -144,7 +146,7 @@ def test_restore_puts_the_previous_champion_back(people: Operated, other: str) -
 def test_frozen_pointers_move_only_for_rollbacks(people: Operated, other: str) -> None:
     first = people.answered_by(POLICY)
     promote_other(people, other)
-    assert people.command("freeze", "--reason", "A holiday.").returncode == 0
+    assert people.command("decide", "freeze", "--reason", "A holiday.").returncode == 0
     try:
         run = people.start("restore", policy=POLICY, reason="It must not work.").json()["id"]
         state = people.wait(run)
@@ -153,6 +155,8 @@ def test_frozen_pointers_move_only_for_rollbacks(people: Operated, other: str) -
         people.run("rollback", policy=POLICY, digest=other[:12], reason="It is bad.")
         assert people.answered_by(POLICY) == first
     finally:
-        assert people.command("thaw", "--reason", "It is over.").returncode == 0
-    lifted = people.command("lift", served_name(POLICY, other), "--by", "ada", "--reason", "A test.")
+        assert people.command("decide", "thaw", "--reason", "It is over.").returncode == 0
+    lifted = people.command(
+        "rollback", "--lift", served_name(POLICY, other), "--by", "ada", "--reason", "A test."
+    )
     assert lifted.returncode == 0, lifted.stderr

@@ -97,12 +97,12 @@ def refuse_wide(text: str) -> None:
         (("ls", LONG), (NEW[:12], "canary")),
         (("status",), ("prefect", "stopped")),
         (("key", "ls"), ("active",)),
-        (("policy", "ls"), ("contract",)),
+        (("ls", "--trainable"), ("contract",)),
         (("policy", "show", "sorting"), ("[in JSON]", "loss_config")),
         (("adapters", "ls"), (f"sorting@{NEW[:12]}", "105,500,000", "exported")),
         (("adapters", "show", f"sorting@{NEW}"), (NEW, f"sorting@{NEW[:12]}")),
-        (("residency",), ("stored", "0.200", "segment 3 are damaged")),
-        (("plan", "--config", str(ROOT / "tests" / "helpers" / "kimi_k2.json")), ("an adapter, packed",)),
+        (("status", "--residency"), ("stored", "0.200", "segment 3 are damaged")),
+        (("plan", "adapters", str(ROOT / "tests" / "helpers" / "kimi_k2.json")), ("an adapter, packed",)),
     ],
     ids=lambda value: "-".join(value)[:20] if isinstance(value, tuple) else None,
 )
@@ -128,7 +128,8 @@ def test_the_tables_of_services_and_of_the_main_job_fit(narrow: None, capsys: py
         "queued": 1,
     }  # fmt: skip
     display.print_rows([look.shown_session(session)], fold=("session", "writer"))
-    display.print_status([State("controller", "http://127.0.0.1:8462", "running", 1234567, RUNNING)])
+    service = State("controller", "http://127.0.0.1:8462", "running", 1234567, RUNNING)
+    display.print_rows([look.shown_service(service)])
     seconds = {
         f"{name} (s)": "12.3" for name in ("train", "export", "register", "verify", "score", "release")
     }

@@ -5,9 +5,12 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from subprocess import CompletedProcess
 from typing import NoReturn
 from unittest.mock import patch
+
+from typer import Typer
 
 
 class Left(BaseException):
@@ -19,6 +22,19 @@ def graftwork(*arguments: str) -> CompletedProcess[str]:
 
     For what a command says and does. A start, a signal or a peak of memory needs a process of its own.
     """
+    from flows.cli import app
+
+    return _ended(app, arguments)
+
+
+def stage(*arguments: str) -> CompletedProcess[str]:
+    """Run a stage of dvc.yaml as `.dvc/stage` does; return its exit code and what it wrote."""
+    from flows.cli.stage import app
+
+    return _ended(app, arguments)
+
+
+def _ended(app: Typer, arguments: Sequence[str]) -> CompletedProcess[str]:
     from flows.cli import command
 
     codes: list[int] = []
@@ -37,5 +53,5 @@ def graftwork(*arguments: str) -> CompletedProcess[str]:
         patch.object(command, "leave", leave),
         contextlib.suppress(Left),
     ):
-        command.main()
+        command.main(app)
     return CompletedProcess(arguments, codes[0], output.getvalue(), errors.getvalue())

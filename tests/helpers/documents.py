@@ -222,6 +222,11 @@ def unknown_in(words: list[str]) -> str | None:
         benchmarks = [one.stem for one in (ROOT / "tests" / "bench").glob("[a-z]*.py")]
         known = not rest or PLACEHOLDER.search(rest[0]) or rest[0] in [*benchmarks, "--help"]
         return None if known else f"there is no benchmark {rest[0]}"
+    # The words of a first argument such as [verify|gc].
+    argument = next((one.metavar or "" for one in command.params if one.param_type_name == "argument"), "")
+    choices = re.findall(r"[a-z]+", argument) if "|" in argument else []
+    if choices and rest and rest[0].islower() and rest[0][0] not in "-|[" and rest[0] not in choices:
+        return f"there is no choice {rest[0]}"
     options = {name for one in command.params for name in (*one.opts, *one.secondary_opts)} | {"--help"}
     unknown = [option for option in given if option not in options]
     return f"there is no option {unknown[0]}" if unknown else None

@@ -1,4 +1,4 @@
-"""`graftwork backup` and `restore --from`: all of it elsewhere, under load, killed, damaged."""
+"""`graftwork backup create` and `restore`: all of it elsewhere, under load, killed, damaged."""
 
 import json
 import multiprocessing
@@ -387,7 +387,7 @@ def running(params: Params, patch: pytest.MonkeyPatch) -> Iterator[Controller]:
     mirror = AliasMirror(controller.catalog, controller.decisions, Registry(None))
     client = TestClient(whole_app(controller, mirror))
 
-    def connected(url: str, key: str, *_: Any) -> ControllerClient:
+    def connected(url: str, key: str, **_: Any) -> ControllerClient:
         ours = ControllerClient(url, key)
         client.headers["authorization"] = ours.http.headers["authorization"]
         ours.http = client
@@ -397,7 +397,7 @@ def running(params: Params, patch: pytest.MonkeyPatch) -> Iterator[Controller]:
     def locked(path: Path) -> None:
         raise Conflict(f"{path} is held.")
 
-    patch.setattr(backing, "ControllerClient", connected)
+    patch.setattr("tasks.release.ControllerClient", connected)
     # DuckDB's lock is the process's, and the controller's is this one.
     patch.setattr(ledgers, "Ledger", locked)
     try:
@@ -524,7 +524,7 @@ def test_missing_segments_are_named_and_the_rest_is_backed_up(params: Params, tm
     with opened(params) as state:
         row = next(iter(pages(state.catalog)))[0]
         state.store.path(row.segment).unlink()
-    said = graftwork("backup", str(tmp_path / "kept"), "--params", str(file))
+    said = graftwork("backup", "create", str(tmp_path / "kept"), "--params", str(file))
     assert said.returncode == MissingBytes.exit_code
     assert row.segment in said.stderr
     there = elsewhere(params)
@@ -675,15 +675,12 @@ def test_the_commands_say_what_they_did(params: Params, tmp_path: Path) -> None:
     kept = str(tmp_path / "kept")
     (tmp_path / "there").mkdir()
     other = settings(tmp_path / "there")
-    said = graftwork("backup", kept, "--params", str(params.state_dir.parent / "params.yaml"))
+    said = graftwork("backup", "create", kept, "--params", str(params.state_dir.parent / "params.yaml"))
     assert (said.returncode, "Backups there: 1." in said.stdout) == (0, True), said.stderr
-    said = graftwork("restore", "--from", kept, "--params", str(other))
+    said = graftwork("backup", "restore", kept, "--params", str(other))
     assert (said.returncode, "is restored to" in said.stdout) == (0, True), said.stderr
     assert content(load_params(other)) == content(params)
-    for words in (["restore"], ["restore", "north"], ["restore", "north", "--from", kept]):
-        said = graftwork(*words, "--params", str(other))
-        assert (said.returncode, "--from DIR|URL" in said.stderr) == (2, True)
-    said = graftwork("restore", "--from", str(tmp_path), "--params", str(other))
+    said = graftwork("backup", "restore", str(tmp_path), "--params", str(other))
     assert (said.returncode, "no finished backup" in said.stderr) == (5, True)
 
 
@@ -846,6 +843,6 @@ def test_the_adapters_differ() -> None:
 
 def test_the_report_of_a_backup_is_json(params: Params, tmp_path: Path) -> None:
     file = params.state_dir.parent / "params.yaml"
-    said = graftwork("backup", str(tmp_path / "kept"), "--json", "--params", str(file))
+    said = graftwork("backup", "create", str(tmp_path / "kept"), "--json", "--params", str(file))
     found = json.loads(said.stdout)
     assert (found["files"] > 10, found["kept"], found["missing"]) == (True, 1, [])

@@ -1,4 +1,4 @@
-"""`graftwork erase`: a tenant's keys, policies, answers and usage go, and are reported place by place."""
+"""`graftwork purge --tenant`: keys, policies, answers and usage go, and are reported place by place."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def use(params: Params, keys: dict[str, str]) -> None:
 
 def erase(file: Path, tenant: str, *more: str) -> dict:
     given = ["--tenant", tenant, "--by", "ann", "--reason", "they asked", "--json", "--params", str(file)]
-    said = CliRunner().invoke(app, ["erase", *given, *more])
+    said = CliRunner().invoke(app, ["purge", *given, *more])
     if said.exception and not isinstance(said.exception, SystemExit):
         raise said.exception
     return json.loads(said.output)

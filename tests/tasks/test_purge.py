@@ -32,7 +32,7 @@ from engine.training.service.session import state_file
 from engine.training.service.session_deletion import LEASE_S
 from flows.cli import app
 from tasks import purge as purging
-from tasks.purged_names import reuse_purged_name
+from tasks.purge_record import reuse_purged_name
 from tests.helpers.kept_adapters import BASE, add_policy, keep, settings
 from tests.helpers.live import eventually
 from tests.helpers.state_of_265b009 import leave_catalog_of_265b009
@@ -185,7 +185,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, place: str, after: bool = False) 
 def test_it_is_refused_while_a_release_runs(params, catalog):
     digest = catalog.revisions.page("gone")[0].digest
     catalog.releases.add(Release("r", "gone", digest, None, "canary", 0.2, "running", {}, 1.0, 1.0))
-    with pytest.raises(Conflict, match=r"'canary'.*graftwork hold gone"):
+    with pytest.raises(Conflict, match=r"'canary'.*graftwork decide hold gone"):
         purge(params)
     nothing_happened(params, catalog)
     catalog.releases.update("r", 0, state="held")
@@ -411,7 +411,7 @@ def test_a_running_controller_purges_its_own_ledger(params, catalog, monkeypatch
             ours.purge = lambda policy, place, by: asked.append(place) or plain(policy, place, by)
             return ours
 
-        monkeypatch.setattr(purging, "ControllerClient", connected)
+        monkeypatch.setattr("tasks.release.ControllerClient", connected)
         record = purge(params)
         assert asked == ["name", "catalog", "ledger"]
         assert catalog.purges.find("gone")["by"] == "ann"

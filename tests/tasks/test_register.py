@@ -154,7 +154,7 @@ def test_a_run_that_trains_is_in_mlflow_and_becomes_its_revisions(params, base, 
         return (run.info.run_id, run.info.status, [point.step for point in points]) if run else None
 
     def trains(*steps: int, fails: bool = False) -> None:
-        with tracking.tracked(params, "tracked") as track:
+        with tracking.Tracking(params.url("mlflow"), "tracked") as track:
             track(rows[steps[0] - 1])
             deadline = time.monotonic() + 60
             while not (found := seen()) or (found[1], found[2][-1:]) != ("RUNNING", [steps[0]]):
@@ -188,7 +188,7 @@ def test_training_goes_on_while_mlflow_is_away(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "EVERY_S", 0.05)
     dead = Params(state_dir=tmp_path / "state", mlflow=MlflowConfig(port=free_port()))
     began = time.monotonic()
-    with tracking.tracked(dead, "sums") as track:
+    with tracking.Tracking(dead.url("mlflow"), "sums") as track:
         for step in (1, 2):
             track(step_row(step))
             time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""`graftwork residency`: what runs and what was, with and without an engine."""
+"""`graftwork status --residency`: what runs and what was, with and without an engine."""
 
 import json
 import re
@@ -13,11 +13,12 @@ from engine.errors import ServiceError
 from engine.ledger.ledger import Ledger, Spool
 from engine.settings.params import Params
 from engine.settings.services import EngineConfig
-from flows.cli.residency import app
+from flows.cli import app
 from tasks import residency as tiers
 from tests.helpers.history import GOOD, OLD, build
 from tests.helpers.live import free_port
 
+COMMAND = ("status", "--residency")
 LIVE = {
     "tiers": {
         "slot": {"adapters": 1, "bytes": 10},
@@ -96,9 +97,9 @@ def test_the_command_prints_a_table_or_json(params, monkeypatch, tmp_path):
     monkeypatch.setattr(tiers, "ask_engine", lambda params: LIVE)
     file = tmp_path / "params.json"
     file.write_text(json.dumps({"state_dir": str(tmp_path), "engine": {"port": params.engine.port}}))
-    told = CliRunner().invoke(app, ["--json", "--params", str(file)])
+    told = CliRunner().invoke(app, [*COMMAND, "--json", "--params", str(file)])
     assert json.loads(told.output)["tiers"]["host"]["max_bytes"] == 40
-    shown = CliRunner().invoke(app, ["--params", str(file)], catch_exceptions=False)
+    shown = CliRunner().invoke(app, [*COMMAND, "--params", str(file)], catch_exceptions=False)
     assert re.search(r"host\s+adapters 2, bytes 30", shown.output)
     assert re.search(r"states\s+slot 1, host 1, queued 1", shown.output)
     assert re.search(r"host -> leaving\s+evict 5", shown.output)
@@ -115,7 +116,7 @@ def test_revisions_in_quarantine_are_listed_newest_first(params, tmp_path):
     assert len(tiers.quarantined(params, 1)) == 1
     file = tmp_path / "params.json"
     file.write_text(json.dumps({"state_dir": str(tmp_path), "engine": {"port": params.engine.port}}))
-    told = CliRunner().invoke(app, ["--params", str(file)], catch_exceptions=False)
+    told = CliRunner().invoke(app, [*COMMAND, "--params", str(file)], catch_exceptions=False)
     assert f"sums@{OLD[:12]} " in told.output
     assert f"Segment {OLD[:4]} fails its checksum." in told.output
 

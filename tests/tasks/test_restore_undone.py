@@ -244,19 +244,17 @@ def test_a_backup_that_was_exchanged_is_refused_before_anything_is_written(
 def test_the_commands_print_the_digest_check_it_and_say_what_is_undone(kept: Kept, tmp_path: Path) -> None:
     there = str(machine(tmp_path, "there").state_dir.parent / "params.yaml")
     own, place = str(kept.params.state_dir.parent / "params.yaml"), str(kept.place)
-    digest = json.loads(graftwork("backup", place, "--json", "--params", own).stdout)["digest"]
-    wrong = graftwork("restore", "--from", place, "--expect", kept.digest, "--params", there)
+    digest = json.loads(graftwork("backup", "create", place, "--json", "--params", own).stdout)["digest"]
+    wrong = graftwork("backup", "restore", place, "--expect", kept.digest, "--params", there)
     assert (wrong.returncode, digest in wrong.stderr) == (Conflict.exit_code, True)
     assert not load_params(there).state_dir.exists()
-    said = graftwork("restore", "north", "--reason", "worse", "--revoke-all-keys", "--params", there)
-    assert (said.returncode, "--from DIR|URL" in said.stderr) == (2, True)
     said = graftwork(
-        "restore", "--from", place, "--expect", digest, "--compare-with", str(kept.params.state_dir),
+        "backup", "restore", place, "--expect", digest, "--compare-with", str(kept.params.state_dir),
         "--revoke-all-keys", "--params", there,
     )  # fmt: skip
     assert (said.returncode, "A restore undoes" in said.stderr) == (0, True), said.stderr
     assert "All keys are revoked: 4." in said.stdout
     assert "graftwork key create TENANT" in said.stdout
-    said = graftwork("backup", place, "--params", own)
+    said = graftwork("backup", "create", place, "--params", own)
     _, name = find(place)
     assert hashlib.sha256((kept.place / "backups" / name).read_bytes()).hexdigest() in said.stdout

@@ -352,14 +352,14 @@ def graftwork(file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 )
 def test_a_stage_that_cannot_run_says_one_sentence(checkout, changes, code, said):
     checkout.set(**changes)
-    ended = graftwork(checkout.file, "stage", "base")
+    ended = command_line.stage("base", "--params", str(checkout.file))
     assert ended.returncode == code, ended.stderr
     assert said in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1
 
 
 def test_a_stage_without_the_one_before_it_says_which(checkout):
-    ended = graftwork(checkout.file, "stage", "suites")
+    ended = command_line.stage("suites", "--params", str(checkout.file))
     assert ended.returncode == 5
     assert "stage `base`" in ended.stderr
 
@@ -535,27 +535,27 @@ def test_the_commands_compare_with_the_stated_tolerance(suite, tmp_path):
     evaluated(tmp_path / "here", suite, [1.0] * 5 + [0.0] * 5)
     evaluated(tmp_path / "there", suite, [1.0] * 6 + [0.0] * 4)
     file.write_text("{}\n")
-    ended = graftwork(file, "score", "--compare", str(tmp_path / "there"))
+    ended = graftwork(file, "repro", "--compare", str(tmp_path / "there"))
     assert ended.returncode == 1
     assert ended.stderr.strip() == (
         "The score of the revision is 0.5 here and 0.6 there: 0.1 apart, over the tolerance of 0.02."
     )
-    ended = graftwork(file, "score", "--compare", str(tmp_path / "there"), "--tolerance", "0.1")
+    ended = graftwork(file, "repro", "--compare", str(tmp_path / "there"), "--tolerance", "0.1")
     assert ended.returncode == 0, ended.stderr
     assert "tolerance of 0.1" in ended.stdout
-    ended = graftwork(file, "score")
+    ended = graftwork(file, "repro")
     assert (ended.returncode, len(ended.stderr.strip().splitlines())) == (2, 1)
 
 
 def test_the_command_pins_the_champion(checkout, tiny_base, tmp_path):
     manifest = make_revision(tiny_base, tmp_path / "revision")
     import_revision(checkout.params(), tmp_path / "revision")
-    ended = graftwork(checkout.file, "pin", "sums")
+    ended = graftwork(checkout.file, "repro", "--pin", "sums")
     assert (ended.returncode, ended.stderr.count("no champion yet")) == (5, 1)
     catalog = whole_catalog(checkout.params().paths.catalog_url)
     catalog.routes.update(replace(catalog.routes.get("sums"), champion=manifest.digest), 0)
     catalog.close()
-    ended = graftwork(checkout.file, "pin", "sums")
+    ended = graftwork(checkout.file, "repro", "--pin", "sums")
     assert ended.returncode == 0, ended.stderr
     assert checkout.params().evaluate.revision == manifest.digest
 

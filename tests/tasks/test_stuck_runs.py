@@ -17,7 +17,7 @@ from engine.errors import ServiceError
 from engine.services import lifecycle
 from engine.services.lifecycle import State
 from engine.settings.params import Params
-from flows.cli import app, command
+from flows.cli import app, command, serve
 from tasks import doctor, look, stuck_runs
 from tasks.exposure import PATHS
 from tests.helpers.live import free_port
@@ -201,7 +201,7 @@ def test_a_worker_in_the_foreground_ends_what_the_one_before_it_claimed(
 ) -> None:
     prefect.add("dead", "PENDING", 1)
     prefect.workers = ["ONLINE"]
-    monkeypatch.setattr(command, "install", lambda _: 9)
+    monkeypatch.setattr(serve, "install", lambda _: 9)
     monkeypatch.setattr(os, "execve", lambda *_: None)
     said = CliRunner().invoke(app, ["start", "worker", "--params", str(file)])
     assert "name-of-dead" in said.output

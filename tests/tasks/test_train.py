@@ -15,7 +15,7 @@ from tasks import steps
 def test_a_run_may_sample_from_several_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = Mock(name="train")
     monkeypatch.setattr("engine.training.loop.train", trained)
-    monkeypatch.setattr("tasks.tracking.tracked", lambda params, policy: nullcontext(Mock()))
+    monkeypatch.setattr("tasks.tracking.Tracking", lambda url, policy: nullcontext(Mock()))
     params, config = Params(state_dir=tmp_path), PolicyConfig(task="addition", suite="s")
     assert steps.train.fn(params, "sums", config, "key", Mock()) is trained.return_value
     assert trained.call_args.args[-1] == Engines.of

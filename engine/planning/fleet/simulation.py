@@ -28,7 +28,7 @@ def simpy_module() -> Any:
         import simpy
     except ImportError:
         raise ConfigError(
-            "`graftwork simulate` needs simpy. Install it with `pip install simpy matplotlib`."
+            "`graftwork plan engines` needs simpy. Install it with `pip install simpy matplotlib`."
         ) from None
     return simpy
 

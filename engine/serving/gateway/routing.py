@@ -382,10 +382,10 @@ class Router:
 def withheld_for(standing: Standing) -> str | None:
     """Return why a revision is not served (rolled back or retired), or None if it is."""
     if standing.tombstone is not None:
-        return f"was rolled back: {standing.tombstone} `graftwork lift` makes it available again."
+        return f"was rolled back: {standing.tombstone} `graftwork rollback --lift` makes it available again."
     if standing.revision.retired_at is not None:
         reason = standing.revision.retired_reason
-        return f"was retired: {reason} `graftwork adapters unretire` makes it available again."
+        return f"was retired: {reason} `graftwork adapters retire --off` makes it available again."
     return None
 
 

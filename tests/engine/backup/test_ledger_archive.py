@@ -183,18 +183,18 @@ def test_the_command_shows_the_archive(kept: Kept, tmp_path: Path) -> None:
     params = Params(state_dir=root)
     migrate(params.paths.catalog_url)
     file.write_text(json.dumps({"state_dir": str(root)}))
-    assert "controller.archive" in graftwork("ledger", "archive", "--params", str(file)).stdout
-    told = graftwork("ledger", "archive", "--now", "--params", str(file))
+    assert "controller.archive" in graftwork("ledger", "--params", str(file)).stdout
+    told = graftwork("ledger", "archive", "--params", str(file))
     assert told.returncode == 2
     assert "Set controller.archive" in told.stderr
     place = tmp_path / "archive"
     file.write_text(json.dumps({"state_dir": str(root), "controller": {"archive": str(place)}}))
-    assert "Nothing is archived" in graftwork("ledger", "archive", "--params", str(file)).stdout
+    assert "Nothing is archived" in graftwork("ledger", "--params", str(file)).stdout
     kept.ledger.touch()
     kept.ledger.snapshot(params.paths.ledger_snapshot)
-    shown = graftwork("ledger", "archive", "--now", "--params", str(file)).stdout
+    shown = graftwork("ledger", "archive", "--params", str(file)).stdout
     assert f"3 rows in 2 files at {place}, up to 2024-10-04, complete at" in shown
-    found = json.loads(graftwork("ledger", "archive", "--json", "--params", str(file)).stdout)
+    found = json.loads(graftwork("ledger", "--json", "--params", str(file)).stdout)
     assert (found["rows"], found["files"], found["error"]) == (3, 2, None)
 
 

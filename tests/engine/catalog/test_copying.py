@@ -246,13 +246,15 @@ def test_a_locked_database_is_not_waited_for_without_end(
 def test_the_command_copies_and_refuses_while_a_controller_runs(source: str, tmp_path: Path) -> None:
     with closing(whole_catalog(source)) as catalog:
         catalog.leases.acquire(LEASE, "elsewhere", 60)
-        refused = graftwork("catalog", "copy", source, f"sqlite:///{tmp_path}/there.db")
+        refused = graftwork("backup", "copy-catalog", source, f"sqlite:///{tmp_path}/there.db")
         assert (refused.returncode, "graftwork down" in refused.stderr) == (6, True)
         assert not (tmp_path / "there.db").exists()
         catalog.leases.release(LEASE, "elsewhere")
-    said = graftwork("catalog", "copy", source, f"sqlite:///{tmp_path}/there.db", "--json")
+    said = graftwork("backup", "copy-catalog", source, f"sqlite:///{tmp_path}/there.db", "--json")
     assert json.loads(said.stdout)["rows"]["revisions"] == 2
-    assert "2 revisions" in graftwork("catalog", "copy", source, f"sqlite:///{tmp_path}/again.db").stdout
+    assert (
+        "2 revisions" in graftwork("backup", "copy-catalog", source, f"sqlite:///{tmp_path}/again.db").stdout
+    )
     assert rows_of(f"sqlite:///{tmp_path}/there.db") == rows_of(f"sqlite:///{tmp_path}/again.db")
 
 

@@ -52,7 +52,7 @@ def test_a_refusal_is_the_class_of_its_status_in_the_controllers_words(status: i
     client = ControllerClient("http://controller", "gw-key")
     seen = served(client, always(status, {"error": "It says why."}))
     with pytest.raises(kind, match=r"^It says why\.$") as raised:
-        client.promote("sums", "ab", "better", by="ada")
+        client.decide("promote", "better", by="ada", policy="sums", digest="ab")
     assert type(raised.value) is kind
     assert seen[0].headers["authorization"] == "Bearer gw-key"
     assert json.loads(seen[0].content) == {"policy": "sums", "digest": "ab", "reason": "better", "by": "ada"}

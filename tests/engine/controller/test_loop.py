@@ -882,11 +882,12 @@ def test_a_killed_process_goes_on_where_it_was(running: Running, tmp_path: Path)
     ended = client.wait_for_verdict(release["id"], 120, rows.append)
     assert (ended["state"], rows[-1]) == ("rolled_back", ended)
     assert catalog.tombstones.find("sorting", NEW) is not None
+    revision = {"policy": "sorting", "digest": NEW}
     with pytest.raises(Conflict, match="tombstone"):
-        client.promote("sorting", NEW, "please")
-    client.lift("sorting", NEW, "please", by="ada")
-    assert client.promote("sorting", NEW, "please", by="ada")["champion"] == NEW
-    client.rollback("sorting", NEW, "oh no", by="ada")
+        client.decide("promote", "please", **revision)
+    client.decide("lift", "please", by="ada", **revision)
+    assert client.decide("promote", "please", by="ada", **revision)["champion"] == NEW
+    client.decide("rollback", "oh no", by="ada", **revision)
     assert catalog.routes.get("sorting").champion == OLD
     with pytest.raises(NotFound):
         client.hold("no-such-release", "why")

@@ -231,10 +231,10 @@ def test_a_release_waits_no_longer_than_the_other_may_take(
 
 
 COMMANDS = [
-    ("promote", f"sorting@{NEW[:12]}", "promote", NEW, NEW),
+    ("decide promote", f"sorting@{NEW[:12]}", "promote", NEW, NEW),
     ("rollback", f"sorting@{OLD[:12]}", "rollback", OLD, None),
-    ("hold", "sorting", "hold", THIRD, OLD),
-    ("restore", f"sorting@{NEW[:12]}", "promote", NEW, NEW),
+    ("decide hold", "sorting", "hold", THIRD, OLD),
+    ("decide restore", f"sorting@{NEW[:12]}", "promote", NEW, NEW),
 ]
 
 
@@ -254,7 +254,7 @@ def test_a_persons_command_takes_effect_at_once_and_is_recorded(
     start(controller, approval_s=60, digest=THIRD)
     router, began = Router(controller.catalog, "tiny", "base"), time.time()
     assert router.resolve("sorting", "u").digest == OLD
-    said = graftwork(command, subject, "--by", "ada", "--reason", "I read the answers.")
+    said = graftwork(*command.split(), subject, "--by", "ada", "--reason", "I read the answers.")
     assert said.returncode == 0, said.stderr
     assert time.time() - began < 50
     assert router.resolve("sorting", "u").digest == champion
@@ -275,7 +275,7 @@ def test_a_lift_takes_effect_at_once_and_is_recorded(
     router, began = Router(controller.catalog, "tiny", "base"), time.time()
     with pytest.raises(Gone, match="It is rude"):
         router.resolve(f"sorting@{OLD[:12]}", "u")
-    said = graftwork("lift", f"sorting@{OLD[:12]}", "--by", "bob", "--reason", "It is not.")
+    said = graftwork("rollback", "--lift", f"sorting@{OLD[:12]}", "--by", "bob", "--reason", "It is not.")
     assert said.returncode == 0, said.stderr
     assert router.resolve(f"sorting@{OLD[:12]}", "u").digest == OLD
     query = "SELECT lifted_by, lifted_reason FROM tombstones WHERE lifted_at >= ?"
@@ -288,7 +288,7 @@ def given(controller: Controller, web: TestClient, monkeypatch: pytest.MonkeyPat
     client = ControllerClient("http://controller")
     client.http = web
     monkeypatch.setattr(decide, "reach", lambda params: nullcontext(client))
-    monkeypatch.setattr(decide, "wake", lambda policy, answer: None)
+    monkeypatch.setattr("tasks.approval.wake_waiting", lambda policy, answer: None)
 
 
 def test_each_end_of_a_release_is_told_once_with_reason_and_link(controller: Controller) -> None:

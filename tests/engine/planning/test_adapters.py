@@ -213,19 +213,19 @@ def test_what_fits_nowhere_or_cannot_be_cut_is_refused_with_numbers():
 def ask(tmp_path: Path, *arguments: str):
     settings = tmp_path / "params.yaml"
     settings.write_text("{}")
-    return CliRunner().invoke(app, ["plan", *arguments, "--params", str(settings)])
+    return CliRunner().invoke(app, ["plan", "adapters", *arguments, "--params", str(settings)])
 
 
 def test_the_command_shows_the_plan_and_changes_nothing(tmp_path):
     said = ask(
-        tmp_path, "--config", str(KIMI_K2), "--memory-gib", "139", "--rank", "1", "--slots", "4",
+        tmp_path, str(KIMI_K2), "--memory-gib", "139", "--rank", "1", "--slots", "4",
         "--dtype", "bfloat16", "--json",
     )  # fmt: skip
     found = json.loads(said.output)
     assert found["adapter_bytes"] == plan(read_config(KIMI_K2), gib=139).adapter_bytes
     assert found["slots"] == 4
     assert found["needed"] <= found["available"]
-    shown = ask(tmp_path, "--config", str(KIMI_K2), "--memory-gib", "139", "--rank", "1").output
+    shown = ask(tmp_path, str(KIMI_K2), "--memory-gib", "139", "--rank", "1").output
     for part in ("1,285.1 MB", "tensor-parallel degree", "load, host to slot", "kv_b_proj"):
         assert part in shown, shown
     assert sorted(path.name for path in tmp_path.iterdir()) == ["params.yaml"]
@@ -233,13 +233,11 @@ def test_the_command_shows_the_plan_and_changes_nothing(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_without_a_gpu_the_plan_says_what_one_device_needs(tmp_path):
-    known = json.loads(
-        ask(tmp_path, "--config", str(KIMI_K2), "--memory-gib", "2200", "--rank", "1", "--json").output
-    )
-    found = json.loads(ask(tmp_path, "--config", str(KIMI_K2), "--rank", "1", "--json").output)
+    known = json.loads(ask(tmp_path, str(KIMI_K2), "--memory-gib", "2200", "--rank", "1", "--json").output)
+    found = json.loads(ask(tmp_path, str(KIMI_K2), "--rank", "1", "--json").output)
     assert (known["tensor_parallel"], known["available"]) == (1, 2200 << 30)
     assert found == known | {"available": None}
-    shown = ask(tmp_path, "--config", str(KIMI_K2), "--rank", "1").output
+    shown = ask(tmp_path, str(KIMI_K2), "--rank", "1").output
     assert "each device needs" in shown
     assert "each device has" not in shown
 
@@ -247,10 +245,8 @@ def test_without_a_gpu_the_plan_says_what_one_device_needs(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--rank", "1", "--memory-gib", "24"], "--config CONFIG.json"),
-        (["--config", "nowhere.json", "--memory-gib", "24"], "No such file"),
-        (["--config", str(KIMI_K2), "--memory-gib", "24", "--dtype", "int3"], "--dtype is bfloat16"),
-        (["--config", __file__, "--memory-gib", "24"], "is not JSON"),
+        (["nowhere.json", "--memory-gib", "24"], "No such file"),
+        ([__file__, "--memory-gib", "24"], "is not JSON"),
     ],
 )
 def test_bad_input_is_one_sentence(tmp_path, arguments, sentence):
@@ -259,14 +255,18 @@ def test_bad_input_is_one_sentence(tmp_path, arguments, sentence):
     assert sentence in str(error)
 
 
+def test_another_dtype_is_refused(tmp_path):
+    assert ask(tmp_path, str(KIMI_K2), "--memory-gib", "24", "--dtype", "int3").exit_code == 2
+
+
 def test_the_pages_plan_is_what_the_command_says(tmp_path):
     import re
     import shlex
 
     from tests.helpers.real_model_page import DOC, doc_settings
 
-    line = re.search(r"^ {4}\.venv/bin/graftwork (plan --config .+)$", DOC, re.MULTILINE)
-    shown = re.search(r"<!-- plan --config -->\n```text\n(.*?)\n```", DOC, re.DOTALL)
+    line = re.search(r"^ {4}\.venv/bin/graftwork (plan adapters .+)$", DOC, re.MULTILINE)
+    shown = re.search(r"<!-- plan adapters -->\n```text\n(.*?)\n```", DOC, re.DOTALL)
     assert line is not None
     assert shown is not None
     words = shlex.split(line[1].replace("tests/helpers/kimi_k2.json", str(KIMI_K2)))[:-1]

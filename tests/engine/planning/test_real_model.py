@@ -290,7 +290,7 @@ def test_the_plan_is_shown_without_a_gpu_and_a_small_one_is_refused(tmp_path):
     (tmp_path / "base" / "config.json").write_text(json.dumps(QWEN3_06B))
     file = tmp_path / "params.yaml"
     file.write_text(f"base: {{name: {tmp_path / 'base'}}}\nengine: {{max_model_len: 2048, max_num_seqs: 64}}")
-    ask = ["plan", "--params", str(file), "--json", "--memory-gib"]
+    ask = ["plan", "memory", "--params", str(file), "--json", "--memory-gib"]
     roomy, small = (CliRunner().invoke(app, [*ask, size]) for size in ("80", "12"))
     assert roomy.exit_code == 0
     shown = json.loads(roomy.output)
@@ -367,7 +367,7 @@ def test_the_pages_plan_and_refusal_are_what_the_command_says(tmp_path):
 
     def ask(sequences: int):
         file = doc_settings(tmp_path, sequences)
-        return CliRunner().invoke(app, ["plan", "--params", str(file), "--memory-gib", "24"])
+        return CliRunner().invoke(app, ["plan", "memory", "--params", str(file), "--memory-gib", "24"])
 
     shown = re.search(r"```text\n(.*?)\n```", DOC, re.DOTALL)
     lines = [line.rstrip() for line in ask(48).output.rstrip().splitlines()]

@@ -151,14 +151,14 @@ def test_the_model_is_fitted_to_what_was_measured() -> None:
 def test_the_command_shows_each_number_of_replicas(tmp_path: Path) -> None:
     plot = tmp_path / "replicas.png"
     few = ["--policies", "5000", "--rate", "10", "--host", "500", "--seconds", "20", "--replicas", "4,2"]
-    told = json.loads(graftwork("simulate", *few, "--json", "--plot", str(plot)).stdout)
+    told = json.loads(graftwork("plan", "engines", *few, "--json", "--plot", str(plot)).stdout)
     assert [(one["engines"], one["affinity"]) for one in told] == [
         (2, True), (4, True), (2, False), (4, False)
     ]  # fmt: skip
     assert all(0 < one["cold"] < 1 and one["keeps_up"] for one in told)
     assert told[1]["replica_hours_a_million"] == pytest.approx(4 / 10 * 1e6 / 3600)
     assert plot.stat().st_size > 10_000
-    shown = graftwork("simulate", *few, "--place", "chance").stdout
+    shown = graftwork("plan", "engines", *few, "--place", "chance").stdout
     assert "chance" in shown
     assert "affinity" not in shown
 
@@ -213,13 +213,13 @@ def test_a_wrong_file_is_refused_with_a_sentence(tmp_path: Path, text: str, sent
     ],
 )
 def test_wrong_options_are_refused_with_a_sentence(given: list[str], sentence: str) -> None:
-    done = graftwork("simulate", "--seconds", "10", *given)
+    done = graftwork("plan", "engines", "--seconds", "10", *given)
     assert done.returncode == 2
     assert sentence in done.stderr
 
 
 def test_without_simpy_the_command_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "simpy", None)
-    done = graftwork("simulate", "--seconds", "10")
+    done = graftwork("plan", "engines", "--seconds", "10")
     assert done.returncode == 2
     assert "pip install simpy" in done.stderr

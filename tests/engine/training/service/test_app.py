@@ -141,7 +141,16 @@ def test_one_writer_a_session(service):
 
 def test_sessions_are_listed(service):
     session = service.client.create_session("listed", "sums", holder="a", **SETTINGS)
-    command = [sys.executable, "-m", "flows.cli", "sessions", "--json", "--params", str(service.file)]
+    command = [
+        sys.executable,
+        "-m",
+        "flows.cli",
+        "status",
+        "--sessions",
+        "--json",
+        "--params",
+        str(service.file),
+    ]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     row = next(row for row in json.loads(run.stdout) if row["session"] == session.session)
     assert (row["policy"], row["step"], row["resident"], row["holder"]) == ("sums", 0, True, "a")
