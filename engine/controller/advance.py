@@ -15,6 +15,8 @@ from engine.settings.releases import LOAD_S, ReleaseConfig
 Kind = Literal["wait", "next_gate", "start_canary", "next_step", "promote", "rollback", "hold"]
 # Nobody may skip the effect probe.
 SKIPPABLE = ("score", "canary")
+# The share by which a revision's perplexity on general text may be above the base's.
+GENERAL_MARGIN = 0.05
 
 
 @dataclass(frozen=True)
@@ -130,19 +132,19 @@ def _score(release: Release, evidence: Evidence) -> Action:
         )
     if change < -settings.score_margin:
         return Action("hold", f"The offline score fell from {figures}; {settings.score_margin:g} is allowed.")
-    return _language(evidence.language, settings, f"The offline score went from {figures}.")
+    return _language(evidence.language, f"The offline score went from {figures}.")
 
 
-def _language(language: LanguageScore | None, settings: ReleaseConfig, so_far: str) -> Action:
+def _language(language: LanguageScore | None, so_far: str) -> Action:
     if language is None:
         return Action("next_gate", so_far)
     if language.windows == 0:
         return Action("hold", "Revision and base have no perplexity on general text. Score both first.")
     figures = f"from the base's {language.base:.2f} to {language.revision:.2f}"
-    if language.revision > language.base * (1 + settings.score_margin):
+    if language.revision > language.base * (1 + GENERAL_MARGIN):
         return Action(
             "hold",
-            f"The perplexity on general text rose {figures}; {settings.score_margin:.0%} more is allowed.",
+            f"The perplexity on general text rose {figures}; {GENERAL_MARGIN:.0%} more is allowed.",
         )
     return Action("next_gate", f"{so_far} The perplexity on general text went {figures}.")
 

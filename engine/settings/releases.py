@@ -61,9 +61,8 @@ class ReleaseConfig(Settings):
     max_s: float = Field(600, gt=0, description="Hold a canary that has no verdict after this many seconds.")
     score_margin: Fraction = Field(
         0.05,
-        description="Hold a revision whose offline score is more than this below its parent's, or with a "
-        "policy's `general` its perplexity on general text more than this share above the base's. The "
-        "default is three standard errors of 200 paired items.",
+        description="Hold a revision whose offline score is more than this below its parent's. The default "
+        "is three standard errors of 200 paired items.",
     )
     ramp: tuple[OpenFraction, ...] = Field(
         (), description="Send these shares of users to the canary first, from the smallest, before `weight`."

@@ -60,11 +60,8 @@ def repro(
         typer.Option(help="Compare the evaluation with metrics.json and items.jsonl of this directory."),
     ] = None,
     tolerance: Annotated[
-        float | None,
-        typer.Option(
-            help="With --compare: allow this difference of a mean score. Default: evaluate.tolerance."
-        ),
-    ] = None,
+        float, typer.Option(min=0, max=1, help="With --compare: allow this difference of a mean score.")
+    ] = TOLERANCE,
     record: Annotated[bool, typer.Option("--record", help="Record the evaluation in the ledger.")] = False,
     params: ParamsFile = PARAMS,
 ) -> None:
@@ -83,9 +80,8 @@ def repro(
         here = params.absolute().parent
         ours = evaluation.read_evaluation(here)
         if compare:
-            allowed = settings.evaluate.tolerance if tolerance is None else tolerance
-            print_rows(evaluation.compare(ours, evaluation.read_evaluation(compare), allowed))
-            typer.echo(f"Every mean score is within the tolerance of {allowed}.")
+            print_rows(evaluation.compare(ours, evaluation.read_evaluation(compare), tolerance))
+            typer.echo(f"Every mean score is within the tolerance of {tolerance}.")
         if record:
             rows = evaluation.record(settings, here, ours)
             typer.echo(f"Sent {rows} scores to the ledger. Scores that it already has are not changed.")

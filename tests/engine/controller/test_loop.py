@@ -21,6 +21,7 @@ from engine.catalog.audit import Audit
 from engine.catalog.catalog import Catalog, Release, migrate
 from engine.clients.controller import ControllerClient
 from engine.clocks import TrustedClock
+from engine.controller import advance
 from engine.controller.__main__ import whole_controller
 from engine.controller.advance import Action
 from engine.controller.apply import Applier
@@ -322,7 +323,7 @@ def test_the_offline_score_is_paired_by_item(controller: Controller, users: User
 
 
 def test_the_language_gate_compares_the_windows_of_revision_and_base(
-    controller: Controller, users: Users
+    controller: Controller, users: Users, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = controller.catalog.policies.get("sorting")
     controller.catalog.policies.add(replace(policy, config={**policy.config, "general": True}))
@@ -345,7 +346,8 @@ def test_the_language_gate_compares_the_windows_of_revision_and_base(
     score(None, "general", "2", 1.0)
     users.spool.rotate()
     for margin, state in ((0.41, "held"), (0.42, "running")):
-        release = controller.decisions.start("sorting", NEW, {"score_margin": margin}, {}, "me")
+        monkeypatch.setattr(advance, "GENERAL_MARGIN", margin)
+        release = controller.decisions.start("sorting", NEW, {}, {}, "me")
         controller.tick()
         ended = controller.catalog.releases.get(release.id)
         assert ended.state == state
