@@ -8,6 +8,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from engine.base.resident import ensure_base
 from engine.errors import Conflict
 from engine.files import write_whole
 from engine.settings.params import Params
@@ -51,7 +52,6 @@ def reuse_purged_name(params: Params, name: str, owner: str, reuse: bool) -> Non
 
     Raises `Conflict` even with `reuse` while the purge is unfinished.
     """
-    from engine.base.resident import ensure_base
     from engine.catalog.catalog import Policy
     from engine.catalog.opening import open_catalog
 

@@ -150,9 +150,7 @@ def wait_for_verdict(params: Params, release: dict[str, Any]) -> dict[str, Any]:
 @task(name="decide", task_run_name="{action} {form.policy}", cache_policy=NO_CACHE)
 def decide(params: Params, action: str, form: DecideForm | HoldForm | RestoreForm) -> dict[str, Any]:
     """Promote, roll back, hold or restore in a person's name; return the route, or the ended release."""
-    from tasks import release as plain
-
-    with plain.controller(params) as controller:
+    with plain_release.controller(params) as controller:
         if isinstance(form, HoldForm):
             return controller.hold_running(form.policy, form.reason, form.by)
         return controller.decide(action, form.reason, form.by, policy=form.policy, digest=form.digest)

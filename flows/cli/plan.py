@@ -90,8 +90,6 @@ Seed = Annotated[int, typer.Option(min=0, help="Draw traffic from this seed.")]
 def plan_memory(memory_gib: Memory = None, as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     """Plan the memory of trainer and engine on one GPU; fail where the settings do not fit."""
     settings = enter(params)
-    from engine.planning import gpu
-
     available = int(memory_gib * GIB) if memory_gib else gpu.cuda_bytes()
     if available is None:
         raise ConfigError("torch sees no GPU here. Give the memory of one with --memory-gib.")
