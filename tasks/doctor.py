@@ -15,7 +15,7 @@ import psutil
 from engine.catalog.audit import Audit
 from engine.catalog.catalog import Catalog
 from engine.catalog.opening import open_catalog
-from engine.clients.http import connect
+from engine.clients.http_client import connect
 from engine.clients.prefect import PrefectLogin
 from engine.errors import GraftworkError
 from engine.security.credentials import NAMES, USER, known_credential

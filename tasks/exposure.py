@@ -5,7 +5,7 @@ from itertools import product
 
 import httpx
 
-from engine.clients.http import connect
+from engine.clients.http_client import connect
 from engine.settings.params import Params
 
 REFUSED = (401, 403, 404, 405, 421)

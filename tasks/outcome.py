@@ -170,7 +170,7 @@ def judge_rollback(params: Params, release: Mapping[str, Any], answered: Sequenc
 
 def _canary_requests(params: Params, release: Mapping[str, Any], answered: Sequence[str]) -> list[float]:
     """Return when the revision's users were admitted, in order (epoch seconds)."""
-    from engine.controller.loop import SNAPSHOT_S
+    from engine.controller.release_loop import SNAPSHOT_S
     from engine.ledger.ledger import open_snapshot
 
     # Events reach the ledger within a second, its snapshot after `SNAPSHOT_S`.

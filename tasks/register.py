@@ -14,7 +14,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_e
 
 from engine.adapters.revision import Manifest, read_revision
 from engine.catalog.records import served_name
-from engine.clients.http import ServiceClient
+from engine.clients.http_client import ServiceClient
 from engine.errors import ConfigError, ServiceError
 from engine.services.lifecycle import mkl_cbwr
 from engine.settings.params import Params

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.planning.fleet.model import EngineModel, FleetOutcome, Scenario, StoreModel
+from engine.planning.fleet.assumptions import EngineModel, FleetOutcome, Scenario, StoreModel
 from engine.planning.fleet.simulation import simulate
 from engine.planning.fleet.storm import Compared
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_exponential
 
-from engine.clients.http import connect
+from engine.clients.http_client import connect
 from engine.clients.prefect import PrefectLogin
 from engine.errors import ServiceError
 from engine.security.credentials import USER, known_credential

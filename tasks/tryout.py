@@ -10,7 +10,7 @@ from engine.problems.procedural import check_task
 from engine.problems.verifiers import Verifier
 from engine.settings.own_functions import refuse_unlisted
 from engine.settings.params import Params
-from engine.training.lineage import Line
+from engine.training.line_of_training import Line
 from engine.training.reward_signal import Trial
 from engine.training.rollout_data import Sampler, Source, draw, judge
 

@@ -51,7 +51,7 @@ def update(params: Params, policy: str, digest: str, since: float = 0.0) -> None
 
 def _await_snapshot(params: Params, since: float) -> None:
     """Wait until the snapshot is newer than `since` plus two ticks, at most two of its periods."""
-    from engine.controller.loop import SNAPSHOT_S, TICK_S
+    from engine.controller.release_loop import SNAPSHOT_S, TICK_S
 
     snapshot = params.paths.ledger_snapshot
     deadline = time.monotonic() + 2 * (TICK_S + SNAPSHOT_S)

@@ -126,7 +126,7 @@ def test_who_writes_to_a_catalog_opens_it_with_its_audit_log(graph: ImportGraph)
     assert found == {
         "engine/catalog/catalog.py",
         "engine/catalog/opening.py",
-        "engine/training/lineage.py",
+        "engine/training/line_of_training.py",
         "engine/training/run.py",
         "flows/cli/backup.py",
         "tasks/restore_backup.py",

@@ -26,14 +26,15 @@ from engine.catalog.access import (
 from engine.catalog.aliases import Aliases
 from engine.catalog.bases import Bases
 from engine.catalog.changes import Changes
+from engine.catalog.expiry import Lifecycle
 from engine.catalog.keys import Keys
-from engine.catalog.layouts import Layouts
+from engine.catalog.layout_rows import Layouts
 from engine.catalog.leases import Leases
-from engine.catalog.lifecycle import Lifecycle
 from engine.catalog.listing import Listing
-from engine.catalog.notices import Notices
+from engine.catalog.migration import upgrade
+from engine.catalog.notice_rows import Notices
 from engine.catalog.places import Places
-from engine.catalog.policies import Policies
+from engine.catalog.policy_rows import Policies
 from engine.catalog.purges import Purges
 from engine.catalog.records import (
     AliasNote,
@@ -49,12 +50,11 @@ from engine.catalog.records import (
     Tenant,
     Tombstone,
 )
-from engine.catalog.releases import Releases
+from engine.catalog.release_rows import Releases
 from engine.catalog.replicas import Replicas
 from engine.catalog.revision_rows import RevisionRows
 from engine.catalog.revisions import Revisions
 from engine.catalog.routes import Routes
-from engine.catalog.schema import upgrade
 from engine.catalog.switches import Switches
 from engine.catalog.tinker import TinkerIndex
 from engine.catalog.unknown_names import UnknownNames

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, bindparam, func, literal, select, tuple_, upd
 
 from engine.catalog import tables
 from engine.catalog.access import Access
-from engine.catalog.layouts import Layout
+from engine.catalog.layout_rows import Layout
 from engine.catalog.purges import refuse_purged
 from engine.catalog.records import Revision, served_name
 from engine.catalog.revision_rows import (

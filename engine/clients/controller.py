@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from engine.clients.http import ServiceClient
+from engine.clients.http_client import ServiceClient
 from engine.errors import NotFound, ServiceError
 
 POLL_S = 0.25

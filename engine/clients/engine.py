@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import httpx
 
-from engine.clients.http import SHOWN, ServiceClient
+from engine.clients.http_client import SHOWN, ServiceClient
 from engine.errors import ConfigError, NotFound, ServiceError, of_status
 
 

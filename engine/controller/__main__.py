@@ -17,12 +17,12 @@ from engine.backup.place import BackupPlace
 from engine.catalog.catalog import Catalog, migrate
 from engine.catalog.fleet import Fleet
 from engine.catalog.opening import open_catalog, whole_catalog
-from engine.clients.http import connect
+from engine.clients.http_client import connect
 from engine.clients.prefect import PrefectLogin
-from engine.controller.admission import WEBHOOK
+from engine.controller.access_control import WEBHOOK
 from engine.controller.api import build_app
 from engine.controller.evidence import EvidenceReader
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.controller.route_changes import outlast_lease
 from engine.controller.upkeep import upkeep
 from engine.errors import GraftworkError
@@ -33,8 +33,8 @@ from engine.integrations.mlflow_registry import open_registry
 from engine.integrations.mlflow_webhook import webhook_router
 from engine.logs import set_up
 from engine.notifications.alarm_watch import AlarmWatch
-from engine.notifications.endpoints import notices_router
 from engine.notifications.health_monitor import HealthMonitor
+from engine.notifications.notice_endpoints import notices_router
 from engine.notifications.notices import NotificationSender, released
 from engine.ports import bind
 from engine.report.live_page import page_router

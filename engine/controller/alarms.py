@@ -3,7 +3,7 @@
 import shutil
 import time
 
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.ledger.spool import REJECTED
 from engine.threads import WORKS
 

@@ -18,9 +18,9 @@ from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
 from engine.catalog.catalog import Policy, Release
-from engine.controller.admission import METRICS, Admin, CredentialRequired, Limit, whole_body
+from engine.controller.access_control import METRICS, Admin, CredentialRequired, Limit, whole_body
 from engine.controller.alarms import alarms
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.controller.status_metrics import StatusMetrics
 from engine.errors import ConfigError, GraftworkError, NotFound, ServiceError
 from engine.files import write_whole

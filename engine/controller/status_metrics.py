@@ -8,7 +8,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from engine.controller.alarms import alarms
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.errors import GraftworkError
 from engine.state_metrics import StateMetrics
 

@@ -4,7 +4,7 @@ What is removed is gone: a clock that jumps forward removes nothing (`engine.clo
 """
 
 from engine.clocks import TrustedClock
-from engine.controller.loop import Chore, Controller
+from engine.controller.release_loop import Chore, Controller
 from engine.ledger.purge import of_old
 from engine.settings.params import Params
 

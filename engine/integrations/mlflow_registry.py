@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from engine.clients.http import connect
+from engine.clients.http_client import connect
 from engine.errors import ServiceError
 from engine.security.credentials import USER, known_credential
 from engine.settings.params import Params

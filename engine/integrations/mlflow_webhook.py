@@ -6,7 +6,7 @@ import hmac
 
 from fastapi import APIRouter, Request
 
-from engine.controller.admission import WEBHOOK, whole_body
+from engine.controller.access_control import WEBHOOK, whole_body
 from engine.errors import Unauthorized
 from engine.integrations.mlflow_aliases import AliasMirror
 from engine.security.http import same

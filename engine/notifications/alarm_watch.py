@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from engine.controller.alarms import alarms
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.notifications.notices import alarmed
 from engine.threads import PeriodicThread
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.adapters.sizes import packed_blocks, slot_bytes, uncut_reason
+from engine.adapters.adapter_sizes import packed_blocks, slot_bytes, uncut_reason
 from engine.base.families import DROPPED_ON_CUDA, BaseShapes
 from engine.base.sizes import Shape
 from engine.errors import ConfigError

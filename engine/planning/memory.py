@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from shutil import get_terminal_size
 from typing import Any
 
-from engine.adapters.sizes import device_size, slot_bytes
+from engine.adapters.adapter_sizes import device_size, slot_bytes
 from engine.base.sizes import Shape
 from engine.errors import ConfigError
 from engine.settings.services import EngineConfig, TrainerConfig

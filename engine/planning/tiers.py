@@ -8,7 +8,7 @@ from typing import get_args
 
 import psutil
 
-from engine.adapters.sizes import slot_bytes
+from engine.adapters.adapter_sizes import slot_bytes
 from engine.base.families import BaseShapes
 from engine.errors import ConfigError
 from engine.planning.memory import DTYPE_BYTES

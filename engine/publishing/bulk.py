@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.adapters.revision import is_finite
-from engine.catalog.policies import taken
+from engine.catalog.policy_rows import taken
 from engine.catalog.records import Revision
 from engine.errors import AdapterError, Conflict, Moved, Purged
 from engine.publishing.adapter_batches import BatchForm, flatten, form_of

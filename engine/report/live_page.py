@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from fastapi.responses import HTMLResponse
 
 from engine.controller.alarms import alarms
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.errors import NotFound
 from engine.report.pages import MAX_POLICIES, ReportData, collect, render
 

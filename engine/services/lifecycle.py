@@ -97,7 +97,7 @@ def every_service(params: Params) -> tuple[Service, ...]:
         Service("mlflow", mlflow, "/health", 300),
         Service("prefect", ("-m", "tasks.prefect_server", *ours), "/api/health", 180),
         Service("controller", ("-m", "engine.controller", *ours), "/health", 120),
-        Service("tinker", ("-m", "engine.tinker.app", *ours), "/health", 60),
+        Service("tinker", ("-m", "engine.tinker.service", *ours), "/health", 60),
         Service(WORKER, (*worker, "--name", "graftwork"), None, 60),
     )
 
@@ -310,7 +310,7 @@ def wait_healthy(params: Params, report: Report) -> None:
     Raises `ServiceError` with the end of the log when a service ends or is not healthy in time.
     """
     from engine.clients.engine import EngineClient
-    from engine.clients.http import ServiceClient
+    from engine.clients.http_client import ServiceClient
 
     begun = time.monotonic()
     first_start: dict[str, int] = {}

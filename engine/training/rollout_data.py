@@ -24,8 +24,8 @@ from engine.problems.verifiers import Verifier, has_spread
 from engine.settings.params import content_hash
 from engine.settings.policies import PolicyConfig
 from engine.threads import background
-from engine.training.lineage import Line
-from engine.training.rollouts import Sample, SamplesGroups, Sampling, sample_groups
+from engine.training.line_of_training import Line
+from engine.training.sample_groups import Sample, SamplesGroups, Sampling, sample_groups
 from engine.training.service.protocol import Datum, EncodedText, ModelInput, TensorData
 
 # Groups without spread are replaced by this many times `groups` problems at most.

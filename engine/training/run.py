@@ -22,9 +22,9 @@ from engine.problems.verifiers import Verifier
 from engine.settings.own_functions import refuse_unlisted
 from engine.settings.params import Params, content_hash
 from engine.settings.policies import PolicyConfig
-from engine.training.lineage import Line, line_of
+from engine.training.line_of_training import Line, line_of
 from engine.training.rollout_data import Ahead, Source
-from engine.training.rollouts import SamplesGroups
+from engine.training.sample_groups import SamplesGroups
 from engine.training.service.client import TrainerClient
 from engine.version import code_version
 

@@ -17,7 +17,7 @@ from engine.catalog.opening import open_catalog
 from engine.errors import GraftworkError, ServiceError
 from engine.settings.params import Params
 from engine.threads import background
-from engine.training.rollouts import Groups, Sample, Sampling, sample_groups
+from engine.training.sample_groups import Groups, Sample, Sampling, sample_groups
 
 # How often engines are looked up while a step waits for them.
 LOOK_S = 2.0

@@ -28,10 +28,10 @@ from flows.cli import (
     admin,
     backup,
     chat,
-    decide,
+    decisions,
     look,
     plan,
-    policy,
+    policies,
     score,
     security,
     serve,
@@ -198,7 +198,21 @@ def adapt(
             display.print_row(rows[name])
 
 
-GROUPS = (score, decide, look, chat, policy, adapters, security, serve, plan, store, backup, tenants, admin)
+GROUPS = (
+    score,
+    decisions,
+    look,
+    chat,
+    policies,
+    adapters,
+    security,
+    serve,
+    plan,
+    store,
+    backup,
+    tenants,
+    admin,
+)
 for group in GROUPS:
     app.add_typer(group.app)
 

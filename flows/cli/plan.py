@@ -12,7 +12,7 @@ import typer
 from engine.base.model_config import read_config
 from engine.errors import ConfigError
 from engine.planning import gpu
-from engine.planning.fleet.model import Scenario
+from engine.planning.fleet.assumptions import Scenario
 from engine.planning.memory import GIB, refuse_unless_it_fits
 from flows.entry import PARAMS, Json, ParamsFile, enter, print_found, print_json
 

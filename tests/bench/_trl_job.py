@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 def job(config: PolicyConfig, base: Path, output: Path, batch: int) -> dict[str, Any]:
     """Return a run of TRL with the settings that our loop has: from the policy, and from the trainer."""
     from engine.base.families import BaseShapes
-    from engine.training.rollouts import Sampling
+    from engine.training.sample_groups import Sampling
     from engine.training.service.protocol import AdamParams
 
     adam = AdamParams()

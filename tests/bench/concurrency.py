@@ -97,7 +97,7 @@ class Bench:
         Both policies are resident.
         """
         from engine.training.rollout_data import datum
-        from engine.training.rollouts import Sample
+        from engine.training.sample_groups import Sample
         from engine.training.service.client import TrainerClient
 
         client, config = TrainerClient.of(self.params), self.config(0, 0)

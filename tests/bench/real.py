@@ -35,7 +35,7 @@ from engine.settings.params import Params, load_params
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow, stream_tokens
 from engine.training.model.update import LossCall, forward_backward
-from engine.training.rollouts import Sample, Sampling, sample_groups
+from engine.training.sample_groups import Sample, Sampling, sample_groups
 from engine.training.service.app import load_base
 from tests.helpers.live import RunningEngine, StockServer, start_engine, stop_engine
 from tests.helpers.parity import random_adapter

@@ -32,7 +32,7 @@ from _run import Run, options, start
 from engine.catalog.catalog import Catalog
 from engine.catalog.opening import whole_catalog
 from engine.clients.controller import ControllerClient
-from engine.clients.http import ServiceClient
+from engine.clients.http_client import ServiceClient
 from engine.integrations.mlflow_registry import API, DIGEST_TAG, Registry, open_registry
 from engine.security.credentials import LOGIN_VARIABLES, USER, known_credential
 from engine.services.lifecycle import services

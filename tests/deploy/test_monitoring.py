@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.catalog.catalog import migrate
 from engine.controller.__main__ import whole_app, work_beside
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.security.credentials import credential
 from engine.serving.gateway.routing import Router
 from engine.settings.params import Params

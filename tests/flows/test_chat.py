@@ -12,7 +12,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from engine.clients import http
+from engine.clients import http_client as http
 from engine.settings.params import Params
 from engine.settings.policies import FewShotExample, PolicyConfig
 from flows import display

@@ -16,7 +16,7 @@ from engine.catalog.catalog import migrate
 from engine.catalog.opening import whole_catalog
 from engine.clients.controller import ControllerClient
 from engine.controller.__main__ import whole_app
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.integrations.mlflow_aliases import AliasMirror
 from engine.integrations.mlflow_registry import Registry
 from engine.settings.forms import ReleaseForm

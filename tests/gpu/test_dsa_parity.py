@@ -14,7 +14,7 @@ import torch
 from engine.base.families import DROPPED_ON_CUDA, BaseShapes
 from engine.training.model.packing import TokenRow
 from engine.training.model.replay import decode
-from engine.training.rollouts import Sampling, sample_groups
+from engine.training.sample_groups import Sampling, sample_groups
 from tests.helpers.live import start_engine, stop_engine
 from tests.helpers.mla_bases import deepseek_v32
 from tests.helpers.parity import RANK, prompts, random_adapter

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from engine.adapters.sizes import ROW, WHOLE
+from engine.adapters.adapter_sizes import ROW, WHOLE
 from engine.base.families import PROJECTIONS, BaseShapes
 from engine.serving.worker.slots import ExpertSlots
 from tests.helpers import vllm_layers as made

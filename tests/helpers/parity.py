@@ -211,7 +211,7 @@ def out_of_route(engine: RunningEngine, models: dict[str, dict | None]) -> list[
     """
     from engine.training.model.packing import TokenRow
     from engine.training.model.replay import decode
-    from engine.training.rollouts import Sampling, sample_groups
+    from engine.training.sample_groups import Sampling, sample_groups
     from tests.helpers.resident_bases import resident
 
     asked = [*prompts(2), torch.randint(5, 300, (170,)).tolist()]

@@ -7,7 +7,7 @@ from unittest.mock import patch
 from engine.catalog.catalog import Release, migrate
 from engine.catalog.opening import whole_catalog
 from engine.controller.evidence import EvidenceReader
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.settings.params import Params
 from tests.helpers.canary_users import Users
 from tests.helpers.rows import NEW, OLD, fill

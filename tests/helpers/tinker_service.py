@@ -15,9 +15,9 @@ from engine.catalog.catalog import Catalog, migrate
 from engine.catalog.opening import whole_catalog
 from engine.catalog.tinker_records import TinkerModel
 from engine.errors import ConfigError, ServiceError
-from engine.tinker.app import make_app
 from engine.tinker.codec import Sampled, write_samples
 from engine.tinker.models import Models
+from engine.tinker.service import make_app
 from engine.training.service.protocol import Exported
 from tests.helpers.live import free_port
 

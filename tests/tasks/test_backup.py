@@ -32,7 +32,7 @@ from engine.catalog.records import AuditEntry
 from engine.catalog.revision_rows import location
 from engine.clients.controller import ControllerClient
 from engine.controller.__main__ import whole_app
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.errors import ConfigError, Conflict, DamagedBytes, GraftworkError, MissingBytes, NotFound
 from engine.integrations.mlflow_aliases import AliasMirror, find_moves
 from engine.integrations.mlflow_registry import Registry

@@ -10,7 +10,7 @@ from engine.base.prompts import prompt_ids, tokenizer_of
 from engine.errors import ConfigError
 from engine.problems.procedural import stream
 from engine.settings.params import BaseConfig, EngineConfig, Params
-from engine.training.lineage import Line
+from engine.training.line_of_training import Line
 from engine.training.rollout_data import Source
 from tasks.policies import create_policy, describe
 from tasks.suites import load_items, load_suite

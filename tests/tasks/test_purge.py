@@ -19,7 +19,7 @@ from engine.catalog.opening import whole_catalog
 from engine.catalog.revision_rows import location
 from engine.clients.controller import ControllerClient
 from engine.controller.__main__ import whole_app
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.errors import ConfigError, Conflict, NotFound, ServiceError
 from engine.integrations.mlflow_aliases import AliasMirror
 from engine.integrations.mlflow_registry import Registry

@@ -8,7 +8,7 @@ import yaml
 
 from engine.catalog.catalog import migrate
 from engine.catalog.opening import whole_catalog
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.errors import NotFound
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig

@@ -17,9 +17,9 @@ import uvicorn
 from engine.catalog.catalog import Catalog, migrate
 from engine.catalog.opening import whole_catalog
 from engine.clients.controller import ControllerClient
-from engine.controller import loop
+from engine.controller import release_loop as loop
 from engine.controller.__main__ import whole_app
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.controller.route_changes import GATE, LEASE, alone, controller_serves, take_lease
 from engine.errors import Conflict, ServiceError
 from engine.integrations.mlflow_aliases import AliasMirror

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ConfigError
-from engine.planning.fleet.engine import SimulatedEngine, SimulatedRequest
-from engine.planning.fleet.model import EngineModel, FleetOutcome, Scenario, StoreModel
+from engine.planning.fleet.assumptions import EngineModel, FleetOutcome, Scenario, StoreModel
+from engine.planning.fleet.engine_process import SimulatedEngine, SimulatedRequest
 from engine.planning.fleet.placement import Anywhere, Placement, Ring
 
 # Of the time; requests that come before are not counted.

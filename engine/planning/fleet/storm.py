@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.planning.fleet.engine import SimulatedEngine, SimulatedRequest
-from engine.planning.fleet.model import EngineModel, StoreModel
+from engine.planning.fleet.assumptions import EngineModel, StoreModel
+from engine.planning.fleet.engine_process import SimulatedEngine, SimulatedRequest
 from engine.planning.fleet.simulation import simpy_module
 
 # As tests/bench/_storm_side.py has them: warm adapters, requests under way at saturation, and their number.

@@ -16,7 +16,7 @@ import httpx
 from pydantic import ValidationError
 
 from engine import errors
-from engine.clients.http import ServiceClient, body_of
+from engine.clients.http_client import ServiceClient, body_of
 from engine.errors import Busy, ConfigError, GraftworkError, ServiceError
 from engine.quality.probe import Probe, from_json
 from engine.security.credentials import known_credential

@@ -16,7 +16,7 @@ import pytest
 
 from engine.settings.params import Params
 from engine.training.model.lora import ResidentBase
-from engine.training.rollouts import Sample
+from engine.training.sample_groups import Sample
 from tests.helpers.bench_files import BENCH, load, parsed
 
 NAMES = sorted(path.stem for path in BENCH.glob("[a-z]*.py"))

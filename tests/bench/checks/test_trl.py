@@ -12,7 +12,7 @@ from engine.problems.procedural import Problem, stream
 from engine.problems.procedural import reward as earned
 from engine.settings.params import Paths
 from engine.training import loop
-from engine.training.lineage import line_of
+from engine.training.line_of_training import line_of
 from engine.training.loss.grpo import LOSSES
 from tests.helpers.bench_files import load
 

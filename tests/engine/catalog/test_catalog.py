@@ -30,7 +30,7 @@ from engine.catalog import changes as catalog_changes
 from engine.catalog import leases as catalog_leases
 from engine.catalog.access import open_engine
 from engine.catalog.catalog import Base, Catalog, Policy, Revision, Route, migrate
-from engine.catalog.layouts import Layout
+from engine.catalog.layout_rows import Layout
 from engine.catalog.opening import open_catalog
 from engine.catalog.postgres_timeouts import TimeoutConnection
 from engine.catalog.tables import layouts, metadata

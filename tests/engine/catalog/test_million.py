@@ -316,7 +316,7 @@ def test_a_purge_leaves_a_mark_and_nothing_else(catalog: Catalog, monkeypatch: p
 
 
 def test_policies_come_by_the_thousand(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.catalog.policies.POLICIES", 10)
+    monkeypatch.setattr("engine.catalog.policy_rows.POLICIES", 10)
     at, _ = catalog.changes.since(0)
 
     def policy(i: int, owner: str = "me", **config: int) -> Policy:

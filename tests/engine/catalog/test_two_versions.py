@@ -12,9 +12,9 @@ import sqlalchemy as sa
 from engine.catalog.access import open_engine
 from engine.catalog.audit import Audit
 from engine.catalog.catalog import Catalog, Replica, migrate
+from engine.catalog.migration import ADDED
 from engine.catalog.opening import whole_catalog
 from engine.catalog.records import OLDEST_SCHEMA, SCHEMA_VERSION
-from engine.catalog.schema import ADDED
 from engine.errors import ConfigError
 from tests.helpers.postgres import fresh_database
 from tests.helpers.rows import NEW, OLD, THIRD, fill

@@ -9,7 +9,7 @@ import pytest
 
 from engine.clients.controller import ControllerClient
 from engine.clients.engine import EngineClient
-from engine.clients.http import ServiceClient, connect
+from engine.clients.http_client import ServiceClient, connect
 from engine.errors import (
     AdapterError,
     Busy,

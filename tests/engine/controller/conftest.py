@@ -7,7 +7,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from engine.controller.__main__ import whole_app
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.integrations.mlflow_aliases import AliasMirror
 from engine.integrations.mlflow_registry import Registry
 

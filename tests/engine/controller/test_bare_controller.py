@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 
 from engine.catalog.catalog import Catalog, migrate
 from engine.controller.api import build_app
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
 from tests.helpers.canary_users import Users

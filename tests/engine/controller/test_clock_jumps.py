@@ -9,7 +9,7 @@ import pytest
 from engine.catalog.catalog import Catalog, Release, migrate
 from engine.controller.__main__ import whole_controller
 from engine.controller.evidence import EvidenceReader
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.ledger.ledger import Ledger
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig

@@ -12,7 +12,7 @@ from engine.catalog.catalog import Catalog, Release, Replica, migrate
 from engine.catalog.fleet import SILENT_S, Fleet
 from engine.controller import advance
 from engine.controller.evidence import EvidenceReader
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.settings.params import Params
 from tests.helpers.rows import NEW, fill
 

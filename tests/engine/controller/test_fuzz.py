@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 
 from engine.catalog.catalog import Catalog, migrate
 from engine.controller.__main__ import whole_app
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.integrations.mlflow_aliases import AliasMirror
 from engine.integrations.mlflow_registry import Registry
 from engine.settings.params import Params

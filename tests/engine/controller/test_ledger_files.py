@@ -14,9 +14,10 @@ import pytest
 from fastapi.testclient import TestClient
 
 from engine.catalog.catalog import Catalog, migrate
-from engine.controller import ledger_files, loop
+from engine.controller import ledger_files
+from engine.controller import release_loop as loop
 from engine.controller.__main__ import whole_controller
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.errors import ServiceError
 from engine.ledger.ledger import open_snapshot
 from engine.settings.params import Params

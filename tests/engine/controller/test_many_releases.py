@@ -13,7 +13,7 @@ import pytest
 
 from engine.catalog.catalog import Catalog, Policy, Release, migrate
 from engine.controller.evidence import EvidenceReader
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.ledger.ledger import Spool
 from engine.serving.gateway.routing import Router
 from engine.settings.params import Params

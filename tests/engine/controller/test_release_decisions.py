@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 from engine.catalog.catalog import Catalog, Notice, Release, migrate
 from engine.clients.controller import ControllerClient
 from engine.controller.__main__ import whole_controller
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.errors import Conflict, Gone, NotFound, ServiceError
 from engine.notifications.health_monitor import MISSES, HealthMonitor
 from engine.notifications.notices import NotificationSender, drifted, engine_changed
@@ -24,7 +24,7 @@ from engine.settings import releases
 from engine.settings.forms import ReleaseForm
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
-from flows.cli import decide
+from flows.cli import decisions as decide
 from tasks import release as release_steps
 from tests.helpers.command_line import graftwork
 from tests.helpers.rows import ACCEPTED, NEW, OLD, THIRD, fill, make_revision

@@ -15,7 +15,7 @@ import pytest
 
 from engine.catalog.catalog import Catalog, Release, migrate
 from engine.controller.__main__ import whole_controller
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.controller.route_changes import LEASE
 from engine.errors import Conflict
 from engine.integrations.mlflow_aliases import AliasMirror

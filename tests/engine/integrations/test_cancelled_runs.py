@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from engine.catalog.catalog import Catalog, Release, migrate
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.integrations.cancelled_runs import CancelledRuns
 from engine.settings.params import Params
 from tests.helpers.rows import NEW, OLD, fill

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from engine.catalog.catalog import Catalog, migrate
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.integrations.mlflow_aliases import REFUSED, AliasMirror, AliasMove, find_moves, is_older
 from engine.integrations.mlflow_registry import Model, Registry
 from engine.services.lifecycle import environment

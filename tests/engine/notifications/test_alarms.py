@@ -12,7 +12,7 @@ from engine.catalog.catalog import migrate
 from engine.controller import alarms as alarms_of
 from engine.controller.__main__ import whole_app
 from engine.controller.alarms import alarms
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.errors import ServiceError
 from engine.notifications.alarm_watch import LASTS_S, AlarmWatch
 from engine.notifications.notices import NotificationSender, event_of

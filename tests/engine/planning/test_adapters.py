@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from engine.adapters import packed
-from engine.adapters.sizes import packed_blocks, slot_bytes
+from engine.adapters.adapter_sizes import packed_blocks, slot_bytes
 from engine.base.families import BaseShapes
 from engine.base.model_config import language_model, read_config
 from engine.base.sizes import Shape

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.adapters import packed
-from engine.adapters.sizes import slot_bytes
+from engine.adapters.adapter_sizes import slot_bytes
 from engine.base.families import FUSED, BaseShapes
 from engine.base.resident import BaseInfo
 from engine.errors import BaseModelError, ConfigError

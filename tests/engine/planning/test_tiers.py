@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.adapters.sizes import slot_bytes
+from engine.adapters.adapter_sizes import slot_bytes
 from engine.base.families import BaseShapes
 from engine.base.toys.recipes import RECIPES
 from engine.planning import tiers

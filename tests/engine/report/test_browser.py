@@ -18,7 +18,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from engine.catalog.catalog import Catalog
 from engine.controller.__main__ import whole_app
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.integrations.mlflow_aliases import AliasMirror
 from engine.integrations.mlflow_registry import Registry
 from engine.report import live_page as controller_page

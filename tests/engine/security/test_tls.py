@@ -15,7 +15,7 @@ import pytest
 from engine.catalog.catalog import Base, Policy
 from engine.catalog.opening import open_catalog
 from engine.clients.controller import ControllerClient
-from engine.clients.http import certificates
+from engine.clients.http_client import certificates
 from engine.errors import NotFound, ServiceError
 from engine.security.credentials import credential
 from engine.settings.params import Params, load_params

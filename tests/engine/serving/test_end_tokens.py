@@ -19,7 +19,7 @@ def test_every_end_token_ends_rollouts_and_scores(crowded: RunningEngine, tmp_pa
     """The rollout holds it, to learn from."""
     from transformers import AutoTokenizer
 
-    from engine.training.rollouts import Sampling, sample_groups
+    from engine.training.sample_groups import Sampling, sample_groups
     from tasks.score import score
     from tasks.suites import build_suite
 

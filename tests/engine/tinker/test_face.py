@@ -12,7 +12,8 @@ import tinker
 
 from engine.catalog.tinker_records import TinkerModel
 from engine.errors import LimitReached, ServiceError
-from engine.tinker import app, callers, models, sampling
+from engine.tinker import callers, models, sampling
+from engine.tinker import service as app
 from engine.tinker.models import state_name
 from tests.helpers.tinker_service import Served, tinker_served
 

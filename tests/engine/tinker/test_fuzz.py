@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.tinker import app
+from engine.tinker import service as app
 from tests.helpers.tinker_service import Served, tinker_served
 
 # What a field may hold that it should not.

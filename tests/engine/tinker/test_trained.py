@@ -9,7 +9,7 @@ import torch
 
 from engine.catalog.tinker_records import TinkerModel
 from engine.settings.params import Params
-from engine.tinker import app
+from engine.tinker import service as app
 from engine.tinker.backend import Backend
 from engine.tinker.models import LOSSES
 from engine.training.model.lora import ResidentBase

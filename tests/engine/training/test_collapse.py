@@ -6,8 +6,8 @@ import pytest
 
 from engine.problems.procedural import Problem
 from engine.training.rollout_data import Drawn, Sampler, repeated_share
-from engine.training.rollouts import Sample
 from engine.training.run_health import signs, warning
+from engine.training.sample_groups import Sample
 
 HEALTHY = {"entropy": 2.0, "repeated": 0.05, "truncated": 0.1, "kl": 0.02}
 

@@ -32,7 +32,7 @@ from engine.training.loop import (
     train,
 )
 from engine.training.rollout_data import Drawn, Judged, Sampler, judge
-from engine.training.rollouts import Sample, sample_groups
+from engine.training.sample_groups import Sample, sample_groups
 from engine.training.service.protocol import SessionInfo
 from tests.helpers.live import RunningEngine, free_port, stop_group
 from tests.helpers.taken_step import take_step

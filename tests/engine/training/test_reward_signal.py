@@ -18,12 +18,12 @@ from engine.problems.procedural import Problem
 from engine.settings.params import Params
 from engine.settings.policies import PolicyConfig
 from engine.training import loop, rollout_data, run_health
-from engine.training.lineage import Line
+from engine.training.line_of_training import Line
 from engine.training.loop import Trained, train
 from engine.training.reward_signal import Trial
 from engine.training.rollout_data import Drawn, Judged, Sampler, Source, draw, judge, refill
-from engine.training.rollouts import Sample, Sampling
 from engine.training.run import Run
+from engine.training.sample_groups import Sample, Sampling
 from engine.training.service.protocol import Datum, Exported, SessionInfo
 from tasks import tryout
 from tests.helpers.command_line import graftwork

@@ -19,9 +19,9 @@ from engine.catalog.fleet import Fleet
 from engine.errors import ConfigError, NotFound, ServiceError
 from engine.threads import background
 from engine.training import several_engines
-from engine.training.lineage import Line
+from engine.training.line_of_training import Line
 from engine.training.rollout_data import Source
-from engine.training.rollouts import Sample, Sampling, sample_groups
+from engine.training.sample_groups import Sample, Sampling, sample_groups
 from engine.training.several_engines import Engines, sample_over
 from tests.helpers.live import eventually, free_port, start_engine, stop_engine
 

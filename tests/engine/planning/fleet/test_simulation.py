@@ -12,7 +12,7 @@ from scipy.optimize import brentq
 
 from engine.errors import ConfigError
 from engine.planning.fleet import storm
-from engine.planning.fleet.model import EngineModel, FleetOutcome, Scenario, StoreModel
+from engine.planning.fleet.assumptions import EngineModel, FleetOutcome, Scenario, StoreModel
 from engine.planning.fleet.placement import Anywhere, Ring
 from engine.planning.fleet.simulation import popularity, simulate
 from tasks.simulate import read_models

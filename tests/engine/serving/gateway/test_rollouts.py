@@ -8,7 +8,7 @@ import pytest
 
 from engine.base.families import BaseShapes
 from engine.errors import ConfigError, NotFound
-from engine.training.rollouts import Sample, Sampling, sample_groups
+from engine.training.sample_groups import Sample, Sampling, sample_groups
 from tests.helpers.live import RunningEngine
 from tests.helpers.parity import RANK, prompts, random_adapter
 

@@ -9,7 +9,7 @@ from engine.base.families import BaseShapes
 from engine.clients.engine import EngineClient
 from engine.errors import ConfigError, NotFound
 from engine.training.model.lora import ResidentBase
-from engine.training.rollouts import Sampling, sample_groups
+from engine.training.sample_groups import Sampling, sample_groups
 from tests.helpers.live import RunningEngine
 from tests.helpers.parity import RANK, prompts, random_adapter
 

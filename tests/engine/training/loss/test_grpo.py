@@ -18,7 +18,7 @@ from engine.training.loss.grpo import (
 )
 from engine.training.loss.objective import Objective
 from engine.training.rollout_data import Drawn, Judged, Sampler, teaches
-from engine.training.rollouts import Sample
+from engine.training.sample_groups import Sample
 from tests.helpers.taken_step import take_step
 
 # A group of two answers of two tokens each. Ratios trainer/sampler 1.5, 0.9 and 0.5, 1.1; advantages 1, -1.

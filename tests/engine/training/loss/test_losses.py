@@ -12,7 +12,7 @@ from engine.settings.policies import PolicyConfig
 from engine.training.loss.grpo import LOSSES, Tokens
 from engine.training.loss.objective import Objective
 from engine.training.rollout_data import Drawn, Judged, Sampler
-from engine.training.rollouts import Sample
+from engine.training.sample_groups import Sample
 from tests.helpers.loss_reference import BUDGET, reference
 from tests.helpers.taken_step import take_step
 

@@ -21,12 +21,12 @@ from engine.ledger.spool import Spool, read_lines, ready_files
 from engine.problems.verifiers import Verifier
 from engine.settings.params import Params
 from engine.settings.policies import PolicyConfig
-from engine.training.lineage import Line
+from engine.training.line_of_training import Line
 from engine.training.loop import export_revision, next_step, open_session
 from engine.training.model.lora import ResidentBase
 from engine.training.rollout_data import Ahead, Source
-from engine.training.rollouts import Groups, Sample, Sampling
 from engine.training.run import Run
+from engine.training.sample_groups import Groups, Sample, Sampling
 from engine.training.service.app import make_app
 from engine.training.service.client import TrainerClient
 from engine.training.service.export import Exporter

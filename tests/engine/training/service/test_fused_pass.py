@@ -16,7 +16,7 @@ from engine.errors import Cancelled, ConfigError, Conflict
 from engine.training.model.lora import ResidentBase
 from engine.training.model.update import FEW_TOKENS
 from engine.training.rollout_data import datum
-from engine.training.rollouts import Sample
+from engine.training.sample_groups import Sample
 from engine.training.service import trainer as trainer_module
 from engine.training.service.protocol import Datum, ForwardBackward, ForwardBackwardInput, OptimStep, Request
 from engine.training.service.queue import Operation

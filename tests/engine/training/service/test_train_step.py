@@ -17,11 +17,11 @@ from engine.settings.losses import LossConfig
 from engine.settings.params import Params
 from engine.settings.policies import PolicyConfig
 from engine.training import loop, rollout_data
-from engine.training.lineage import Line
+from engine.training.line_of_training import Line
 from engine.training.loop import grpo_step, open_session
 from engine.training.rollout_data import Drawn, Sampler
-from engine.training.rollouts import Sample
 from engine.training.run import Run
+from engine.training.sample_groups import Sample
 from engine.training.service.app import load_trainer, make_app
 from engine.training.service.client import TrainerClient
 from engine.training.service.protocol import SessionInfo

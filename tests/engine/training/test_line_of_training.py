@@ -7,7 +7,7 @@ import pytest
 
 from engine.catalog.catalog import Base, Catalog, Policy, migrate
 from engine.settings.params import Params, Paths
-from engine.training.lineage import line_of
+from engine.training.line_of_training import line_of
 from tests.helpers.rows import make_revision
 
 DENSE = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")

@@ -1,6 +1,6 @@
 """The Tinker API's HTTP service, for the SDK 0.38.0.
 
-    python -m engine.tinker.app --params FILE
+    python -m engine.tinker.service --params FILE
 
 A call that takes time answers at once with a request id; its result is asked for by `retrieve_future`.
 Telemetry is accepted and never read: its events hold the client's key.
@@ -368,7 +368,7 @@ def main() -> int:
     """Run the service until it is stopped; return the exit code."""
     import uvicorn
 
-    parser = argparse.ArgumentParser(prog="python -m engine.tinker.app", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m engine.tinker.service", description=__doc__)
     parser.add_argument("--params", required=True, type=Path, help="resolved settings (YAML or JSON)")
     params: Params = load_params(parser.parse_args().params)
     set_up(params.log_format, logging.WARNING)

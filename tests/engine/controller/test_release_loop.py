@@ -26,7 +26,7 @@ from engine.controller.__main__ import whole_controller
 from engine.controller.advance import Action
 from engine.controller.apply import Applier
 from engine.controller.evidence import EvidenceReader
-from engine.controller.loop import Controller
+from engine.controller.release_loop import Controller
 from engine.controller.route_changes import LEASE, outlast_lease, take_lease
 from engine.controller.upkeep import upkeep
 from engine.errors import Conflict, NotFound, ServiceError

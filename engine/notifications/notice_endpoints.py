@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from engine.catalog.catalog import Catalog, Notice
-from engine.controller.admission import Limit, whole_body
+from engine.controller.access_control import Limit, whole_body
 from engine.notifications.notices import DELIVERED
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.planning.fleet.model import EngineModel, StoreModel
+from engine.planning.fleet.assumptions import EngineModel, StoreModel
 
 
 @dataclass(slots=True)
