@@ -53,14 +53,14 @@ def print_json(value: Any) -> None:
 
 
 def print_found(
-    as_json: bool, found: Any, rows: Sequence[Mapping[str, Any]] | None = None, fold: Collection[str] = ()
+    as_json: bool, value: Any, rows: Sequence[Mapping[str, Any]] | None = None, fold: Collection[str] = ()
 ) -> None:
     """Print what was found as JSON, or else its `rows` as a table; without `rows` it is rows itself."""
     if as_json:
-        return print_json(found)
+        return print_json(value)
     from flows.display import print_rows
 
-    print_rows(found if rows is None else rows, fold)
+    print_rows(value if rows is None else rows, fold)
 
 
 def seconds_of(text: str, least: float = 0) -> float:

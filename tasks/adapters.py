@@ -115,7 +115,7 @@ def lineage(catalog: Catalog, row: Revision, limit: int = TREE) -> tuple[list[tu
     than `limit` in either direction.
     """
     parents = catalog.listing.parents(row.policy, row.digest, limit)
-    found = [(-place, parent) for place, parent in enumerate(parents, start=1)]
+    ancestors = [(-place, parent) for place, parent in enumerate(parents, start=1)]
     below: list[tuple[int, Revision]] = []
     seen = {row.digest, *(parent.digest for parent in parents)}
     waiting, more = [(0, row)], len(parents) == limit and parents[-1].parent is not None
@@ -130,7 +130,7 @@ def lineage(catalog: Catalog, row: Revision, limit: int = TREE) -> tuple[list[tu
         seen |= {child.digest for child in fresh}
         waiting += [(depth + 1, child) for child in reversed(fresh)]
         more = more or len(children) == limit
-    return [*reversed(found), *below], more
+    return [*reversed(ancestors), *below], more
 
 
 def export(params: Params, catalog: Catalog, row: Revision, target: Path, packed: bool) -> Path:
@@ -158,14 +158,14 @@ def _export_directory(params: Params, catalog: Catalog, row: Revision, target: P
     from engine.publishing.importing import directory_from_store
 
     kept = params.paths.revision(row.policy, row.digest)
-    found = None
+    stored = None
     with suppress(AdapterError):
         tensors, manifest = read_revision(kept, row.base)
         if manifest.digest == row.digest:
-            found = tensors, manifest
-    if found is None:
+            stored = tensors, manifest
+    if stored is None:
         return directory_from_store(params, row.policy, row.digest, target)
-    return write_revision(target, *found, stored_probe(kept))
+    return write_revision(target, *stored, stored_probe(kept))
 
 
 def _export_file(params: Params, catalog: Catalog, row: Revision, target: Path) -> Path:

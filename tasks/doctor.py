@@ -58,15 +58,15 @@ def examine(params: Params) -> list[Finding]:
         "credentials": _credentials, "clocks": _of_catalog(_clocks), "audit": _of_catalog(_audit),
         "backup": _of_catalog(_backup), "engines": _of_catalog(_engines), "runs": _runs,
     }  # fmt: skip
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for name, check in checks.items():
         try:
-            found += list(check(params)) or [Finding(name, "in order")]
+            findings += list(check(params)) or [Finding(name, "in order")]
         except (OSError, GraftworkError, psutil.Error, httpx.HTTPError) as error:
-            found.append(
+            findings.append(
                 Finding(name, f"could not be checked: {error}", "Remove the cause, then check again.")
             )
-    return found
+    return findings
 
 
 def _of_catalog(check: Callable[[Catalog], Findings]) -> Callable[[Params], Findings]:
@@ -230,8 +230,8 @@ def _runs(params: Params) -> Findings:
         return
     now = time.time()
     with open_prefect(params, TIMEOUT_S) as client:
-        found = stuck_runs(client, now, worker_started(params, now))
-    for run in found:
+        runs = stuck_runs(client, now, worker_started(params, now))
+    for run in runs:
         yield Finding(
             "runs", str(run),
             "Run `graftwork up`, or restart `graftwork start worker` where it runs: that ends the run.",

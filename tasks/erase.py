@@ -63,11 +63,11 @@ def erase(
 
 def owned_policies(catalog: Catalog, tenant: str) -> list[str]:
     """Return the names of a tenant's policies."""
-    found, after = [], ""
+    names, after = [], ""
     while page := catalog.policies.page(after):
-        found += [policy.name for policy in page if policy.owner == tenant]
+        names += [policy.name for policy in page if policy.owner == tenant]
         after = page[-1].name
-    return found
+    return names
 
 
 def _answers(params: Params, catalog: Catalog, tenant: str, keys: list[str], by: str) -> Counts:

@@ -84,8 +84,8 @@ def _metrics(score: "Score") -> dict[str, float]:
 def _difference(base: "Score", revision: "Score") -> dict[str, float]:
     """Compare the revision with the base on the same items: mean, 95% interval, and counts."""
     pairs = [(new.score, old.score) for new, old in zip(revision.items, base.items, strict=True)]
-    found = paired_difference([new for new, _ in pairs], [old for _, old in pairs])
-    values = {"mean": found.mean, "ci_low": found.low, "ci_high": found.high}
+    difference = paired_difference([new for new, _ in pairs], [old for _, old in pairs])
+    values = {"mean": difference.mean, "ci_low": difference.low, "ci_high": difference.high}
     counts = {
         "better": sum(new > old for new, old in pairs),
         "equal": sum(new == old for new, old in pairs),
@@ -207,14 +207,14 @@ def write_report(directory: Path, target: Path) -> None:
     """Write `report.html`, `scores.csv` and `outcomes.csv` to `target` from the two files alone."""
     from jinja2 import Environment
 
-    found = read_evaluation(directory)
-    pairs = list(zip(found.answers[BASE], found.answers[REVISION], strict=True))
+    evaluation = read_evaluation(directory)
+    pairs = list(zip(evaluation.answers[BASE], evaluation.answers[REVISION], strict=True))
     target.mkdir(parents=True, exist_ok=True)
     page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         (Path(__file__).parent / "evaluation.html").read_text()
     )
-    (target / "report.html").write_text(page.render(metrics=found.metrics, pairs=pairs))
-    models = [{"model": model, "score": found.metrics[model]["score"]} for model in (BASE, REVISION)]
+    (target / "report.html").write_text(page.render(metrics=evaluation.metrics, pairs=pairs))
+    models = [{"model": model, "score": evaluation.metrics[model]["score"]} for model in (BASE, REVISION)]
     _write_csv(target / "scores.csv", models)
     outcomes = [{"item": old.item, BASE: _grade(old), REVISION: _grade(new)} for old, new in pairs]
     _write_csv(target / "outcomes.csv", outcomes)

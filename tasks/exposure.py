@@ -61,7 +61,7 @@ class Reached:
 
 def reached(params: Params) -> tuple[list[Reached], list[str]]:
     """Ask every service without a key; return what answered, and the services that do not run."""
-    found, down = [], []
+    reached, down = [], []
     for service, paths in PATHS.items():
         if service == "tinker" and not params.tinker.enabled:
             continue
@@ -70,7 +70,7 @@ def reached(params: Params) -> tuple[list[Reached], list[str]]:
                 for method, path in product(METHODS, paths):
                     status = client.request(method, path).status_code
                     if status not in REFUSED:
-                        found.append(Reached(service, method, path, status))
+                        reached.append(Reached(service, method, path, status))
             except httpx.TransportError:
                 down.append(service)
-    return found, down
+    return reached, down

@@ -41,9 +41,9 @@ def load_model(policy: str, version: int, root: Path, url: str) -> Path:
     source = MlflowClient(url, url).get_model_version_download_uri(policy, str(version))
     root.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".download-", dir=root, ignore_cleanup_errors=True) as draft:
-        found = Path(artifacts.download_artifacts(source, dst_path=draft, tracking_uri=url))
-        _, manifest = read_revision(found)
-        named = Model.load(str(found)).flavors.get(FLAVOR, {}).get("digest")
+        download = Path(artifacts.download_artifacts(source, dst_path=draft, tracking_uri=url))
+        _, manifest = read_revision(download)
+        named = Model.load(str(download)).flavors.get(FLAVOR, {}).get("digest")
         if named != manifest.digest:
             raise AdapterError(
                 f"{source} names the digest {named}, but its files have the digest {manifest.digest}. "
@@ -52,7 +52,7 @@ def load_model(policy: str, version: int, root: Path, url: str) -> Path:
         target = root / manifest.policy / manifest.digest[:DIGEST12]
         target.parent.mkdir(parents=True, exist_ok=True)
         if not target.exists():
-            os.replace(found, target)
+            os.replace(download, target)
     return target
 
 

@@ -41,17 +41,19 @@ def archived(params: Params) -> dict[str, Any]:
     return {**empty, **read_state(params.paths.ledger_archive), "place": params.controller.archive}
 
 
-def sentences(found: dict[str, Any]) -> list[str]:
+def sentences(archive: dict[str, Any]) -> list[str]:
     """Return what `archived` found, in words."""
-    if found["place"] is None:
+    if archive["place"] is None:
         return ["There is no archive. Set controller.archive to a directory or URL."]
-    if found["at"] is None:
-        said = [f"Nothing is archived at {found['place']} yet. A running controller does it."]
+    if archive["at"] is None:
+        said = [f"Nothing is archived at {archive['place']} yet. A running controller does it."]
     else:
         said = [
-            f"{found['rows']:,} rows in {found['files']} files at {found['place']}, up to "
-            f"{found['newest_day']}, complete at {moment(found['at'])}."
+            f"{archive['rows']:,} rows in {archive['files']} files at {archive['place']}, up to "
+            f"{archive['newest_day']}, complete at {moment(archive['at'])}."
         ]
-    if found["error"]:
-        said.append(f"The last turn failed at {moment(found['error_at'])}; it is retried: {found['error']}")
+    if archive["error"]:
+        said.append(
+            f"The last turn failed at {moment(archive['error_at'])}; it is retried: {archive['error']}"
+        )
     return said

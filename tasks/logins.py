@@ -10,7 +10,7 @@ def web_logins(params: Params) -> list[dict[str, str]]:
 
     Prefect asks for `user:password` in one field.
     """
-    found = []
+    logins = []
     for service in ("prefect", "mlflow", "controller"):
         password = known_credential(params.paths, service)
         if not password:
@@ -19,5 +19,5 @@ def web_logins(params: Params) -> list[dict[str, str]]:
                 "`graftwork up` creates them, for the user who starts it."
             )
         user, secret = ("", f"{USER}:{password}") if service == "prefect" else (USER, password)
-        found.append({"service": service, "address": params.url(service), "user": user, "password": secret})
-    return found
+        logins.append({"service": service, "address": params.url(service), "user": user, "password": secret})
+    return logins

@@ -126,17 +126,17 @@ def score_row(score: "Score") -> dict[str, Any]:
     return _scored_row(score, suite, shown, len(score.items))
 
 
-def perplexity_row(found: "Perplexity") -> dict[str, Any]:
+def perplexity_row(perplexity: "Perplexity") -> dict[str, Any]:
     """Return the table row of a perplexity on general text."""
-    suite, shown = f"general version {found.version}", {"perplexity": f"{found.value:.2f}"}
-    return _scored_row(found, suite, shown, found.windows)
+    suite, shown = f"general version {perplexity.version}", {"perplexity": f"{perplexity.value:.2f}"}
+    return _scored_row(perplexity, suite, shown, perplexity.windows)
 
 
 def _scored_row(
-    found: "Score | Perplexity", suite: str, shown: Mapping[str, str], items: int
+    measured: "Score | Perplexity", suite: str, shown: Mapping[str, str], items: int
 ) -> dict[str, Any]:
-    model = served_name(found.policy, found.digest) if found.digest else "base"
-    return {"model": model, "suite": suite, **shown, "items": items, "seconds": round(found.seconds, 1)}
+    model = served_name(measured.policy, measured.digest) if measured.digest else "base"
+    return {"model": model, "suite": suite, **shown, "items": items, "seconds": round(measured.seconds, 1)}
 
 
 def release_row(release: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,17 +237,17 @@ def shortcomings(result: Mapping[str, Any], apart: bool) -> list[str]:
     With `apart` the intervals of base and revision must not overlap, as on the bases that are built here;
     otherwise the paired difference must be above 0.
     """
-    found = []
+    faults = []
     for policy in result["policies"]:
         if policy["verdict"] != "promote":
-            found.append(f"{policy['name']} ended with the verdict {policy['verdict']}, not with promote.")
+            faults.append(f"{policy['name']} ended with the verdict {policy['verdict']}, not with promote.")
         if apart and policy["ci_low"] <= policy["base_ci_high"]:
-            found.append(f"The score interval of {policy['name']} is not above the base's.")
+            faults.append(f"The score interval of {policy['name']} is not above the base's.")
         elif policy["gain_ci_low"] <= 0:
-            found.append(f"The score of {policy['name']} is not surely above the base's on the same items.")
+            faults.append(f"The score of {policy['name']} is not surely above the base's on the same items.")
     bad = result["bad_revision"]
     if bad["verdict"] != "rollback":
-        found.append(f"The bad revision ended with the verdict {bad['verdict']}, not with rollback.")
+        faults.append(f"The bad revision ended with the verdict {bad['verdict']}, not with rollback.")
     if bad["requests_after"]:
-        found.append(f"The bad revision answered {bad['requests_after']} requests after its rollback.")
-    return found
+        faults.append(f"The bad revision answered {bad['requests_after']} requests after its rollback.")
+    return faults

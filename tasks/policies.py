@@ -107,9 +107,9 @@ def create_policy(
         tokenizer = tokenizer_of(_known_base(params).path)
         limits = PromptLimits(params, config, tokenizer, data)
         check, training = check_for(verifier), Path(draft) / TRAINING
-        found = import_file(data, training, items, check, on_progress, verifier, limits.add)
+        imported = import_file(data, training, items, check, on_progress, verifier, limits.add)
         limits.refuse()
-        created = _write(params, name, config, found, Path(draft), data, tokenizer)
+        created = _write(params, name, config, imported, Path(draft), data, tokenizer)
     _register(params, name)
     return created
 
@@ -256,16 +256,16 @@ def _write(
     params: Params,
     name: str,
     config: PolicyConfig,
-    found: Import,
+    imported: Import,
     draft: Path,
     source: Path,
     tokenizer: Any,
 ) -> Created:
     target = params.suites_dir / name
     before = _suite_before(name, params.suites_dir)
-    suite = _freeze(tokenizer, name, config, found, draft, before)
+    suite = _freeze(tokenizer, name, config, imported, draft, before)
     _refuse_leaks(draft / TRAINING, suite, before)
-    own = config.model_dump(mode="json", exclude_defaults=True) | {"data_digest": found.digest}
+    own = config.model_dump(mode="json", exclude_defaults=True) | {"data_digest": imported.digest}
     # A default that was given stands against what fits the base.
     fitting = set(fitting_settings(base_config(params.base, params.paths)))
     own |= config.model_dump(mode="json", include=fitting, exclude_unset=True)
@@ -273,13 +273,13 @@ def _write(
     version = suite.items_version
     changed = not _same(target, draft, suite, before)
     if changed:
-        _write_readme(target, draft / name, name, config, source, found, version)
+        _write_readme(target, draft / name, name, config, source, imported, version)
         for file in (TRAINING, "policy.yaml"):
             (draft / file).rename(draft / name / file)
         _swap(draft / name, target)
     return Created(
-        name, version, found.lines, found.training, len(found.frozen), found.held_out, found.duplicates,
-        found.digest, str(target), changed, found.unused,
+        name, version, imported.lines, imported.training, len(imported.frozen), imported.held_out,
+        imported.duplicates, imported.digest, str(target), changed, imported.unused,
     )  # fmt: skip
 
 
@@ -290,13 +290,13 @@ def _suite_before(name: str, root: Path) -> Suite | None:
 
 
 def _freeze(
-    tokenizer: Any, name: str, config: PolicyConfig, found: Import, draft: Path, before: Suite | None
+    tokenizer: Any, name: str, config: PolicyConfig, imported: Import, draft: Path, before: Suite | None
 ) -> Suite:
     def prompt(question: Asked) -> str:
         return prompt_text(tokenizer, question, config.system, config.few_shot)
 
     rule = {key: getattr(config, key) for key in ("verifier", "verifier_timeout_s", "max_tokens")}
-    problems = [Problem(name, row.question, row.answer, messages=row.messages) for row in found.frozen]
+    problems = [Problem(name, row.question, row.answer, messages=row.messages) for row in imported.frozen]
     version = before.items_version if before else 1
     suite = freeze(name, name, rule, problems, prompt, version, config.max_tokens, draft, WRITER)
     if before and (suite.digest, dict(suite.rule)) != (before.digest, dict(before.rule)):
@@ -327,13 +327,14 @@ def _same(target: Path, draft: Path, suite: Suite, before: Suite | None) -> bool
 
 
 def _write_readme(
-    target: Path, draft: Path, name: str, config: PolicyConfig, source: Path, found: Import, version: int
+    target: Path, draft: Path, name: str, config: PolicyConfig, source: Path, imported: Import, version: int
 ) -> None:
     readme = target / "README.md"
     head = README.format(name=name, source=source.name, owner=config.owner, verifier=config.verifier)
     text = readme.read_text() if readme.is_file() else head
     day = datetime.fromtimestamp(time.time(), UTC).strftime("%Y-%m-%d")
-    line = f"- {day}: version {version}, {len(found.frozen)} frozen items, {found.training} training rows.\n"
+    counts = f"{len(imported.frozen)} frozen items, {imported.training} training rows"
+    line = f"- {day}: version {version}, {counts}.\n"
     (draft / "README.md").write_text(text + line)
 
 

@@ -128,7 +128,7 @@ def _control_tokens(tokenizer: Any) -> Callable[[str], str | None]:
     pattern = re.compile("|".join(map(re.escape, known)) or r"(?!)")
 
     def find(text: str) -> str | None:
-        found = pattern.search(text)
-        return found[0] if found else None
+        match = pattern.search(text)
+        return match[0] if match else None
 
     return find

@@ -110,16 +110,16 @@ def _begun(catalog: Catalog, file: Path, policy: str, by: str, reason: str) -> R
     A record's finished places count only while the name is marked and not reused. Otherwise every place is
     done again, including the segments that the interrupted purge had found.
     """
-    found = recorded(file)
+    record = recorded(file)
     is_marked = catalog.purges.find(policy) is not None
-    if found is None and not is_marked:
+    if record is None and not is_marked:
         # Raises `NotFound` for an unknown policy.
         catalog.policies.get(policy)
-    if found and is_marked and not catalog.policies.owners([policy]):
-        return found
+    if record and is_marked and not catalog.policies.owners([policy]):
+        return record
     fresh = Record(policy, by, reason, time.time())
-    if found and found.finished_at is None:
-        fresh.segments, fresh.elsewhere = found.segments, found.elsewhere
+    if record and record.finished_at is None:
+        fresh.segments, fresh.elsewhere = record.segments, record.elsewhere
     return fresh
 
 
@@ -234,7 +234,7 @@ def _store(params: Params, catalog: Catalog, record: Record) -> Counts:
         report = compact(catalog, store, threshold=1.0, segments=record.segments)
         left = set(record.segments).intersection(segment for segment, _ in store.segments())
     if left and report.examples:
-        names = ", ".join(found["revision"] for found in report.examples)
+        names = ", ".join(example["revision"] for example in report.examples)
         raise ServiceError(
             f"{len(left)} segments with bytes of {record.policy!r} cannot be rewritten: they hold revisions "
             f"whose bytes are damaged or unreadable ({names}). Import or export those again, or let them "

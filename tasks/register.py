@@ -58,8 +58,8 @@ def register(
 
 def find_version(client: "MlflowClient", policy: str, digest: str) -> int | None:
     """Return the first version of `policy` whose tag is `digest`, or None."""
-    found = client.search_model_versions(f"name = '{policy}' and tags.`graftwork.digest` = '{digest}'")
-    return min((int(version.version) for version in found), default=None)
+    versions = client.search_model_versions(f"name = '{policy}' and tags.`graftwork.digest` = '{digest}'")
+    return min((int(version.version) for version in versions), default=None)
 
 
 def _register_once(
@@ -113,8 +113,8 @@ def _create_version(
 
 
 def _experiment(client: "MlflowClient") -> str:
-    found = client.get_experiment_by_name(EXPERIMENT)
-    return found.experiment_id if found else client.create_experiment(EXPERIMENT)
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    return experiment.experiment_id if experiment else client.create_experiment(EXPERIMENT)
 
 
 def _find_or_start_run(
@@ -135,8 +135,8 @@ def _find_or_start_run(
 def run_of_session(client: "MlflowClient", policy: str, session: str) -> "Run | None":
     """Return the run with a session's steps, unless it belongs to a revision already."""
     query = f"tags.`graftwork.session` = '{session}' and tags.`graftwork.policy` = '{policy}'"
-    found = client.search_runs([_experiment(client)], query)
-    return next((run for run in found if "graftwork.digest" not in run.data.tags), None)
+    runs = client.search_runs([_experiment(client)], query)
+    return next((run for run in runs if "graftwork.digest" not in run.data.tags), None)
 
 
 def start_run_of_session(client: "MlflowClient", policy: str, session: str) -> "Run":

@@ -82,7 +82,7 @@ def _find(catalog: Catalog, subject: str) -> Release:
     with suppress(NotFound):
         return catalog.releases.get(subject)
     policy, digest = split_served_name(subject)
-    found = [one for one in catalog.releases.all(policy) if one.revision.startswith(digest or "")]
-    if not found:
+    releases = [one for one in catalog.releases.all(policy) if one.revision.startswith(digest or "")]
+    if not releases:
         raise NotFound(f"There is no release of {subject!r}.")
-    return found[0]
+    return releases[0]

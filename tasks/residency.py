@@ -85,14 +85,14 @@ def stored_bytes(params: Params) -> int | None:
         return sum(size for _, size in store.segments())
 
 
-def facts(found: Mapping[str, Any]) -> dict[str, str]:
+def facts(tables: Mapping[str, Any]) -> dict[str, str]:
     """Return what `residency` found of the engine as a whole, by name: tiers, queue, states, transitions."""
-    whole = found["tiers"] | {name: found[name] for name in ("queue", "states") if found[name]}
+    whole = tables["tiers"] | {name: tables[name] for name in ("queue", "states") if tables[name]}
     told = {
         name: ", ".join(f"{what} {count:,}" for what, count in counts.items() if count is not None)
         for name, counts in whole.items()
     }
-    for made in found["transitions"]:
+    for made in tables["transitions"]:
         told[f"{made['before']} -> {made['after']}"] = f"{made['event']} {made['count']:,}"
     return told
 

@@ -191,17 +191,17 @@ def _undone(place: BackupPlace, manifest: BackupManifest, present_url: str) -> l
 
 
 def _refuse_other_schemas(name: str, manifest: BackupManifest) -> None:
-    for what, found, (oldest, newest) in (
+    for what, schema, (oldest, newest) in (
         ("catalog", int(manifest.catalog_schema), (int(OLDEST_SCHEMA), int(SCHEMA_VERSION))),
         ("ledger", manifest.ledger_schema, ledger_schemas()),
     ):
-        told = f"The {what} of the backup {name} has schema {found}"
-        if found > newest:
+        told = f"The {what} of the backup {name} has schema {schema}"
+        if schema > newest:
             raise ConfigError(
                 f"{told}, newer than this code's {newest}: it was made by {manifest.code}. Nothing was "
                 "changed. Restore it with that version, or a newer one."
             )
-        if found < oldest:
+        if schema < oldest:
             raise ConfigError(
                 f"{told}, older than {oldest}: it was made by {manifest.code}. Nothing was changed. Restore "
                 "it with commit 265b009, and back that up."
@@ -210,12 +210,12 @@ def _refuse_other_schemas(name: str, manifest: BackupManifest) -> None:
 
 def _of_kind(manifest: BackupManifest, kind: str) -> dict[str, StoredFile]:
     """Return the files under one of the manifest's folders, by their names in it."""
-    found = {}
+    files_inside = {}
     for file in manifest.files:
         folder, _, inside = file.name.partition("/")
         if folder == kind:
-            found[inside] = file
-    return found
+            files_inside[inside] = file
+    return files_inside
 
 
 @contextmanager

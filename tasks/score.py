@@ -128,10 +128,10 @@ def recorded(
     wanted = {_row_id(base, policy, digest, suite, item.id): item.id for item in suite.items}
     with open_snapshot(params.paths.ledger_snapshot) as connection:
         rows = connection.execute(RECORDED, [base, suite.name, digest]).fetchall()
-    found = {
+    scores = {
         wanted[row]: ItemScore(wanted[row], value, answer) for row, value, answer in rows if row in wanted
     }
-    return tuple(found[item.id] for item in suite.items) if len(found) == len(suite.items) else ()
+    return tuple(scores[item.id] for item in suite.items) if len(scores) == len(suite.items) else ()
 
 
 def _ask_engine(

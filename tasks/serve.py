@@ -33,13 +33,13 @@ def bring(params: Params, revision: str, directory: Path | None, registry: str |
         return _known(params, policy, digest)
     params.state_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=params.state_dir) as scratch:
-        found = _holder(directory) if directory else _download(str(registry), policy, digest, Path(scratch))
-        manifest = read_manifest(found)
+        source = _holder(directory) if directory else _download(str(registry), policy, digest, Path(scratch))
+        manifest = read_manifest(source)
         if not manifest.digest.startswith(digest) or policy not in ("", manifest.policy):
             raise AdapterError(
-                f"{found} holds {served_name(manifest.policy, manifest.digest)}, not {revision}."
+                f"{source} holds {served_name(manifest.policy, manifest.digest)}, not {revision}."
             )
-        proven: Manifest = import_revision(params, found, _owner(params, manifest.policy))
+        proven: Manifest = import_revision(params, source, _owner(params, manifest.policy))
     return proven.policy, proven.digest
 
 
@@ -64,11 +64,11 @@ def _owner(params: Params, policy: str) -> str:
 
 
 def _known(params: Params, policy: str, digest: str) -> tuple[str, str]:
-    found = []
+    rows = []
     if params.paths.has_catalog:
         with open_catalog(params.paths) as catalog:
-            found = [row for row in catalog.listing.starting_with(digest, 100) if policy in ("", row.policy)]
-    names = sorted({(row.policy, row.digest) for row in found})
+            rows = [row for row in catalog.listing.starting_with(digest, 100) if policy in ("", row.policy)]
+    names = sorted({(row.policy, row.digest) for row in rows})
     if not names:
         raise NotFound(
             f"There is no revision {digest!r} in {params.state_dir}. Give its directory with --from, or the "
@@ -82,10 +82,10 @@ def _known(params: Params, policy: str, digest: str) -> tuple[str, str]:
 
 def _holder(directory: Path) -> Path:
     """Return the only directory in this one, itself included, that has a manifest."""
-    found = sorted(directory.rglob(MANIFEST)) if directory.is_dir() else []
-    if len(found) != 1:
-        raise NotFound(f"{directory} contains {len(found)} revisions. Give the directory of one.")
-    return found[0].parent
+    manifests = sorted(directory.rglob(MANIFEST)) if directory.is_dir() else []
+    if len(manifests) != 1:
+        raise NotFound(f"{directory} contains {len(manifests)} revisions. Give the directory of one.")
+    return manifests[0].parent
 
 
 def _download(registry: str, policy: str, digest: str, scratch: Path) -> Path:

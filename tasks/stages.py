@@ -167,17 +167,17 @@ def take_revision(params: Params) -> None:
     with tempfile.TemporaryDirectory(dir=files.services) as scratch:
         if wanted.revision == "adapt":
             digest = read_json(files.adapt / "adapt.json", "adapt")["digest"]
-            found = files.adapt / "revision"
+            source = files.adapt / "revision"
         else:
             digest = wanted.revision
-            found = find_revision(home_params(params), wanted.policy, digest, Path(scratch))
-        tensors, manifest = read_revision(found, base)
+            source = find_revision(home_params(params), wanted.policy, digest, Path(scratch))
+        tensors, manifest = read_revision(source, base)
         if (manifest.policy, manifest.digest) != (wanted.policy, digest):
             raise ConfigError(
-                f"{found} contains {served_name(manifest.policy, manifest.digest)}, not "
+                f"{source} contains {served_name(manifest.policy, manifest.digest)}, not "
                 f"{served_name(wanted.policy, digest)}. Run `dvc repro` to run the earlier stages."
             )
-        probe = read_json(found / PROBE, "adapt")
+        probe = read_json(source / PROBE, "adapt")
         shutil.rmtree(files.revision, ignore_errors=True)
         write_revision(files.revision, tensors, replace(manifest, created_at=0.0), probe)
 
@@ -216,4 +216,4 @@ def _registered(params: Params, policy: str, digest: str) -> int:
 
 
 def _all_but(*names: str) -> Callable[[str, list[str]], set[str]]:
-    return lambda directory, found: set(found) - set(names)
+    return lambda directory, names_there: set(names_there) - set(names)

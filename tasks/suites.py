@@ -129,17 +129,18 @@ def load_suite(name: str, root: Path = SUITES) -> Suite:
         raise NotFound(f"There is no suite {name!r} under {root}. Known suites: {known}.")
     meta = _read_yaml(directory / f"{name}.yaml")["metadata"]
     content = (directory / ITEMS).read_bytes()
-    found = hashlib.sha256(content).hexdigest()
-    if found != meta["digest"]:
+    items_digest = hashlib.sha256(content).hexdigest()
+    if items_digest != meta["digest"]:
         raise ConfigError(
-            f"The items of the suite {name} have the digest {found[:12]}, but version {meta['version']} has "
-            f"{meta['digest'][:12]}. Restore {directory / ITEMS}, or freeze a new version."
+            f"The items of the suite {name} have the digest {items_digest[:12]}, but version "
+            f"{meta['version']} has {meta['digest'][:12]}. Restore {directory / ITEMS}, or freeze a new "
+            "version."
         )
     items = tuple(_read_item(line) for line in content.splitlines())
     rule = {key: meta[key] for key in RULE if key in meta}
     judged = rule_version(rule)
     version = f"{meta['version']}.{judged}" if judged > 1 else str(meta["version"])
-    return Suite(name, version, meta["problems"], rule, found, directory, items)
+    return Suite(name, version, meta["problems"], rule, items_digest, directory, items)
 
 
 def known_suites(root: Path = SUITES) -> list[str]:

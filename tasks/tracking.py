@@ -64,8 +64,8 @@ class Tracking:
             client, session = MlflowClient(self.url, self.url), self.rows[0]["session"]
             if self._is_over:
                 return
-            found = run_of_session(client, self.policy, session)
-            run = found or start_run_of_session(client, self.policy, session)
+            existing = run_of_session(client, self.policy, session)
+            run = existing or start_run_of_session(client, self.policy, session)
             log_steps(client, run, rows)
             if self._is_over:
                 return

@@ -34,10 +34,10 @@ def usage_by(
     hours = hour_of(begin, "--from", 0), hour_of(end, "--to", 1 << 30)
     if sqlite_path(params.paths.catalog_url) is None:
         with closing(Access(params.paths.catalog_url)) as access:
-            found = sums_by(access, by, *hours)
+            sums = sums_by(access, by, *hours)
     else:
-        found = _of_this_machine(params.paths.usage / "usage.db", by, hours)
-    rows = [_row(params, by, row) for row in found]
+        sums = _of_this_machine(params.paths.usage / "usage.db", by, hours)
+    rows = [_row(params, by, row) for row in sums]
     return sorted(rows, key=lambda row: (-row["tokens"], row[by]))
 
 

@@ -63,12 +63,12 @@ def _await_snapshot(params: Params, since: float) -> None:
 
 def tags(facts: VersionFacts) -> dict[str, str]:
     """Return the version's tags for searches: probe, score and verdict."""
-    found = {"graftwork.probe": "accepted" if facts.probe.get("accepted") else "not accepted"}
+    values = {"graftwork.probe": "accepted" if facts.probe.get("accepted") else "not accepted"}
     if facts.score:
-        found["graftwork.score"] = f"{facts.score.mean:.4f}"
+        values["graftwork.score"] = f"{facts.score.mean:.4f}"
     if facts.verdicts:
-        found["graftwork.verdict"] = facts.verdicts[0].verdict
-    return found
+        values["graftwork.verdict"] = facts.verdicts[0].verdict
+    return values
 
 
 def about(params: Params, facts: VersionFacts) -> str:
@@ -120,15 +120,15 @@ def _cost(facts: VersionFacts) -> str:
 
 def _link_metrics(client: "MlflowClient", policy: str, version: int, facts: VersionFacts) -> None:
     """Log the evaluation to the run, linked to the logged model that the version came from."""
-    found = client.get_model_version(policy, str(version))
+    model_version = client.get_model_version(policy, str(version))
     # MLflow 3.17.2 loses `model_id` on the way; the source names the same logged model.
-    scheme, _, model_id = str(found.source).partition(":/")
-    if not facts.score or not found.run_id or scheme != "models":
+    scheme, _, model_id = str(model_version.source).partition(":/")
+    if not facts.score or not model_version.run_id or scheme != "models":
         return
     named: dict[str, Any] = asdict(facts.score)
     for name in ("mean", "low", "high", "items"):
         # The scores' own time: logging them again writes the same point.
         client.log_metric(
-            found.run_id, f"{facts.suite}.{name}", float(named[name]), int(facts.score.at * 1000),
+            model_version.run_id, f"{facts.suite}.{name}", float(named[name]), int(facts.score.at * 1000),
             model_id=model_id,
         )  # fmt: skip

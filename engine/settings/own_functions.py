@@ -39,7 +39,7 @@ def load_own(kind: str, name: str, parameters: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), function)
+        attribute = getattr(importlib.import_module(module), function)
     except Exception as error:
         # A module may raise anything while it is imported.
         raise ConfigError(
@@ -47,8 +47,8 @@ def load_own(kind: str, name: str, parameters: str) -> Callable[..., Any]:
             f"module "
             "and function; a module in the working directory is found too."
         ) from None
-    if not callable(found):
+    if not callable(attribute):
         raise ConfigError(
             f"The {kind} {name!r} is not a function. Name one with the parameters ({parameters})."
         )
-    return found
+    return attribute

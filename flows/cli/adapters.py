@@ -115,14 +115,14 @@ def show(name: Name, as_json: Json = False, params: ParamsFile = PARAMS) -> None
     from tasks import adapters
 
     with opened(params, name) as (settings, catalog, row):
-        found = adapters.described(settings, catalog, row)
+        facts = adapters.described(settings, catalog, row)
         leaves, more = adapters.lineage(catalog, row)
     if as_json:
         lineage = [{"depth": depth, "parent": one.parent} | adapters.shown(one) for depth, one in leaves]
-        return print_json({**found, "lineage": lineage, "more": more})
+        return print_json({**facts, "lineage": lineage, "more": more})
     from flows.display import print_row
 
-    print_row({key: value for key, value in found.items() if value not in (None, [], {})})
+    print_row({key: value for key, value in facts.items() if value not in (None, [], {})})
     top, _ = min(leaves, key=lambda leaf: leaf[0])
     for depth, leaf in leaves if len(leaves) > 1 else ():
         one, mark = adapters.shown(leaf), "" if depth else "  <-"
@@ -161,13 +161,13 @@ def import_(
 
     display.base_builder(settings, Stages())()
     foreign, base = inspect(settings, path)
-    found, digest = foreign.found, foreign.digest(base.digest)
+    layout, digest = foreign.found, foreign.digest(base.digest)
     if not as_json:
-        ranks = ", ".join(f"{rank} on {count}" for rank, count in found.ranks.items())
-        display.print_row(asdict(found) | {"ranks": f"{ranks} modules", "digest": digest})
+        ranks = ", ".join(f"{rank} on {count}" for rank, count in layout.ranks.items())
+        display.print_row(asdict(layout) | {"ranks": f"{ranks} modules", "digest": digest})
     for note in foreign.claims.notes:
         say(note)
-    shown: dict[str, Any] = {"found": asdict(found), "digest": digest, "notes": foreign.claims.notes}
+    shown: dict[str, Any] = {"found": asdict(layout), "digest": digest, "notes": foreign.claims.notes}
     name, proven = None, None
     if policy is None:
         say("Nothing was imported. Give --policy NAME to import it.")

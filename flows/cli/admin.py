@@ -42,10 +42,10 @@ def ledger(
         return typer.echo(f"Inserted {ingest(settings)} events into the ledger.")
     if work == "archive":
         archive_now(settings)
-    found = archived(settings)
+    archive = archived(settings)
     if as_json:
-        return print_json(found)
-    for sentence in sentences(found):
+        return print_json(archive)
+    for sentence in sentences(archive):
         typer.echo(sentence)
 
 

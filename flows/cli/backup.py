@@ -43,21 +43,21 @@ def create(
     def on_file(writer: "BackupWriter") -> None:
         said(lambda: f"{len(writer.files):,} files, {_size(writer.size)}, of which {_size(writer.new)} new")
 
-    found = asdict(backup(settings, place, keep, on_file)) | {"seconds": round(time.monotonic() - began, 3)}
+    report = asdict(backup(settings, place, keep, on_file)) | {"seconds": round(time.monotonic() - began, 3)}
     if as_json:
-        print_json(found)
+        print_json(report)
     else:
         typer.echo(
-            f"Backup {found['name']} in {found['place']}: {found['files']:,} files, "
-            f"{_size(found['bytes'])}, of which {_size(found['new_bytes'])} new, in "
-            f"{found['seconds']:.1f} s. Backups there: {found['kept']}."
+            f"Backup {report['name']} in {report['place']}: {report['files']:,} files, "
+            f"{_size(report['bytes'])}, of which {_size(report['new_bytes'])} new, in "
+            f"{report['seconds']:.1f} s. Backups there: {report['kept']}."
         )
-        typer.echo(f"MLflow's database: {found['mlflow']}.")
+        typer.echo(f"MLflow's database: {report['mlflow']}.")
         typer.echo(
-            f"Its manifest's digest (sha256): {found['digest']}. Keep it elsewhere: `graftwork backup "
+            f"Its manifest's digest (sha256): {report['digest']}. Keep it elsewhere: `graftwork backup "
             "restore --expect` checks it."
         )
-    if lost := found["missing"]:
+    if lost := report["missing"]:
         raise MissingBytes(
             f"The backup is finished, but {len(lost)} segments that the catalog names are not in the store, "
             f"and so not in the backup ({', '.join(lost[:3])}). `graftwork store verify` names the revisions."
@@ -104,7 +104,7 @@ def restore(
     def on_bytes(done: int, size: int) -> None:
         said(lambda: f"{_size(done)} of {_size(size)}")
 
-    found = restore_backup(
+    restored = restore_backup(
         settings,
         place,
         on_bytes,
@@ -114,12 +114,12 @@ def restore(
         tell=partial(typer.echo, err=True),
     )
     typer.echo(
-        f"{found.name} is restored to {found.state_dir}: {found.files:,} files, {_size(found.bytes)}, in "
-        f"{time.monotonic() - began:.1f} s. MLflow's database: {found.mlflow}."
+        f"{restored.name} is restored to {restored.state_dir}: {restored.files:,} files, "
+        f"{_size(restored.bytes)}, in {time.monotonic() - began:.1f} s. MLflow's database: {restored.mlflow}."
     )
-    if found.revoked is not None:
+    if restored.revoked is not None:
         typer.echo(
-            f"All keys are revoked: {found.revoked:,}. `graftwork key ls` lists them with their tenants; "
+            f"All keys are revoked: {restored.revoked:,}. `graftwork key ls` lists them with their tenants; "
             "make each tenant a new one with `graftwork key create TENANT`."
         )
     typer.echo("Start it with `graftwork up`, which makes new credentials.")
@@ -132,11 +132,11 @@ def copy_catalog(source: Address, target: Address, as_json: Json = False) -> Non
     from engine.catalog.copying import copy_catalog as copy_rows
     from engine.controller.route_changes import controller_serves
 
-    with Catalog(source) as found:
-        if controller_serves(found):
+    with Catalog(source) as source_catalog:
+        if controller_serves(source_catalog):
             raise Conflict(
-                f"A controller runs on {found.label}: what it changes from now on would not be in the copy. "
-                "Nothing was changed. Run `graftwork down`, then copy again."
+                f"A controller runs on {source_catalog.label}: what it changes from now on would not be in "
+                "the copy. Nothing was changed. Run `graftwork down`, then copy again."
             )
     began, said = time.monotonic(), now_and_then()
 

@@ -111,8 +111,8 @@ def run(
         with display.live():
             outcome = demo(settings, stages.seconds, began)
     display.print_outcome(settings, outcome)
-    if found := shortcomings(outcome.summary, apart=settings.base.name in TOYS):
-        raise GraftworkError(" ".join(found))
+    if faults := shortcomings(outcome.summary, apart=settings.base.name in TOYS):
+        raise GraftworkError(" ".join(faults))
 
 
 @app.command()

@@ -89,18 +89,18 @@ def print_residency(settings: Params, limit: int, as_json: bool) -> None:
     """Print the tiers, the queue of cold loads, and each revision's loads and waits."""
     from tasks import residency as tiers
 
-    found = tiers.residency(settings, limit)
+    tables = tiers.residency(settings, limit)
     if as_json:
-        return print_json(found)
+        return print_json(tables)
     from flows.display import console, print_row, print_rows
 
-    if not found["engine"]:
+    if not tables["engine"]:
         say("No engine is running, so every revision is `stored`.")
-    print_row(tiers.facts(found))
-    print_rows([tiers.shown(row) for row in found["revisions"]], fold=("revision",))
-    for row in found["quarantined"]:
+    print_row(tiers.facts(tables))
+    print_rows([tiers.shown(row) for row in tables["revisions"]], fold=("revision",))
+    for row in tables["quarantined"]:
         console.print(f"{row['revision']} is in quarantine: {row['reason']}", markup=False)
-    for row in found["revisions"]:
+    for row in tables["revisions"]:
         if row.get("last_fault"):
             console.print(f"{row['revision']}: {row['last_fault']}", markup=False)
 
@@ -176,14 +176,14 @@ def replay(
     settings = enter(params)
     from tasks.replay import replay as judge_again
 
-    found = judge_again(settings, release, alpha, margin)
+    verdict = judge_again(settings, release, alpha, margin)
     if as_json:
-        return print_json(asdict(found))
-    judged = f"at level {found.alpha:g} and margin {found.margin:g}"
-    units = f"{found.canary_units} canary and {found.baseline_units} baseline units"
-    say(f"{found.revision} {judged}: {found.verdict} after {found.seconds:.1f} s, {units}.")
-    say(f"  {found.reason}")
-    say(f"Recorded: {found.recorded}. {found.recorded_reason}")
+        return print_json(asdict(verdict))
+    judged = f"at level {verdict.alpha:g} and margin {verdict.margin:g}"
+    units = f"{verdict.canary_units} canary and {verdict.baseline_units} baseline units"
+    say(f"{verdict.revision} {judged}: {verdict.verdict} after {verdict.seconds:.1f} s, {units}.")
+    say(f"  {verdict.reason}")
+    say(f"Recorded: {verdict.recorded}. {verdict.recorded_reason}")
 
 
 @app.command(rich_help_panel=LOOK)

@@ -93,13 +93,13 @@ def plan_memory(memory_gib: Memory = None, as_json: Json = False, params: Params
     available = int(memory_gib * GIB) if memory_gib else gpu.cuda_bytes()
     if available is None:
         raise ConfigError("torch sees no GPU here. Give the memory of one with --memory-gib.")
-    base, found = gpu.plan_for(settings, available)
+    base, plan = gpu.plan_for(settings, available)
     if as_json:
-        share = found.gpu_memory_utilization
-        print_json(asdict(found) | {"needed": found.needed, "gpu_memory_utilization": share})
+        share = plan.gpu_memory_utilization
+        print_json(asdict(plan) | {"needed": plan.needed, "gpu_memory_utilization": share})
     else:
-        gpu.say(found)
-    refuse_unless_it_fits(base, found, settings.engine, settings.trainer)
+        gpu.say(plan)
+    refuse_unless_it_fits(base, plan, settings.engine, settings.trainer)
 
 
 @plan_app.command("adapters")
@@ -131,10 +131,10 @@ def plan_adapters(
         tensor_parallel, weight_bits, tuple(targets.split(",")) if targets else None,
         adapters.Rates(load=load_gb_s * 1e9, read=read_gb_s * 1e9),
     )  # fmt: skip
-    found = adapters.plan_adapters(read_config(config), settings.engine.model_copy(update=changes), wanted)
+    plan = adapters.plan_adapters(read_config(config), settings.engine.model_copy(update=changes), wanted)
     if as_json:
-        return print_json(asdict(found) | {"needed": found.needed})
-    adapters.say(found)
+        return print_json(asdict(plan) | {"needed": plan.needed})
+    adapters.say(plan)
 
 
 @plan_app.command("engines")
@@ -175,10 +175,10 @@ def plan_engines(
         policies=policies, rate=rate, zipf=zipf, host=host, seconds=seconds, kill=kill, wave=wave, seed=seed
     )
     placements = {"both": (True, False), "affinity": (True,), "chance": (False,)}[place]
-    found = task.sweep(scenario, counts_of(replicas), placements, engine, store)
+    results = task.sweep(scenario, counts_of(replicas), placements, engine, store)
     if plot:
-        task.plot(found, plot)
-    print_found(as_json, [task.as_json(one) for one in found], [task.row(one) for one in found])
+        task.plot(results, plot)
+    print_found(as_json, [task.as_json(one) for one in results], [task.row(one) for one in results])
 
 
 def counts_of(text: str) -> list[int]:

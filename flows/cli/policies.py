@@ -145,9 +145,9 @@ def purge(
     from tasks.purge import purge as purge_policy
 
     def say(place: str, counts: Mapping[str, int]) -> None:
-        found = ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in counts.items() if count)
+        removed = ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in counts.items() if count)
         if not as_json:
-            typer.echo(f"  {place:<10} {found or 'nothing there'}")
+            typer.echo(f"  {place:<10} {removed or 'nothing there'}")
 
     if tenant:
         places = erase(settings, tenant, by, reason, say)

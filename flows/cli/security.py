@@ -29,7 +29,7 @@ def login(
     Who logs in to Prefect may run code as the worker. Give tenants API keys instead.
     """
     settings = enter(params)
-    found = web_logins(settings)
+    web_pages = web_logins(settings)
     if shell:
         addresses = {
             "MLFLOW_TRACKING_URI": settings.url("mlflow"),
@@ -38,7 +38,7 @@ def login(
         for name, value in (addresses | logins(settings.paths)).items():
             typer.echo(f"export {name}={shlex.quote(value)}")
         return
-    print_found(as_json, found, fold=("password",))
+    print_found(as_json, web_pages, fold=("password",))
 
 
 @app.command(rich_help_panel=LOOK)
@@ -57,8 +57,8 @@ def doctor(
     if security:
         from tasks.exposure import reached
 
-        found, down = reached(settings)
-        rows = [asdict(one) for one in found]
+        reached_calls, down = reached(settings)
+        rows = [asdict(one) for one in reached_calls]
         print_found(as_json, {"reached": rows, "not_running": down}, rows)
         if down and not as_json:
             raise NotRunning(f"Not asked, because they do not run: {', '.join(down)}. Run `graftwork up`.")
@@ -96,8 +96,8 @@ def audit(
     with catalog(params) as index:
         log = Audit(index.access)
         if verify or expect:
-            last, found = log.verify((int(number), digest) if expect else None)
-            typer.echo(f"{last} entries, each with its hash. Keep the last one elsewhere: {last}:{found}")
+            last, last_hash = log.verify((int(number), digest) if expect else None)
+            typer.echo(f"{last} entries, each with its hash. Keep the last one elsewhere: {last}:{last_hash}")
             return
         entries = [asdict(entry) for entry in log.newest(limit)]
     columns = ("id", "at", "actor", "on_behalf_of", "action", "subject", "before", "after")

@@ -64,17 +64,17 @@ def store(
         closing(open_store(settings)) as opened,
     ):
         report = operations[work](index, opened, on_page=lambda so_far: said(lambda: progress(so_far)))
-    found = asdict(report) | {
+    fields = asdict(report) | {
         "seconds": round(time.monotonic() - began, 3),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     if as_json:
-        print_json(found)
+        print_json(fields)
     else:
         from flows.display import print_row, print_rows
 
-        examples = found.pop("examples")
-        print_row(found)
+        examples = fields.pop("examples")
+        print_row(fields)
         if examples:
             print_rows(examples, fold=("revision", "fault"))
     refuse_faults(report)

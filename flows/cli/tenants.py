@@ -146,14 +146,14 @@ def limits_of(given: list[str] | None) -> dict[str, float]:
     """Return limits from `name=number` words. Raises `ConfigError` for other words."""
     from engine.catalog.keys import Limits, checked_limits
 
-    found: dict[str, float] = {}
+    limits: dict[str, float] = {}
     for word in given or ():
         name, _, value = word.partition("=")
         if not re.fullmatch(r"\d+(\.\d+)?", value):
             known = ", ".join(field.name for field in fields(Limits))
             raise ConfigError(f"{word!r} is not a limit. Write NAME=NUMBER; names are {known}.")
-        found[name] = float(value)
-    return checked_limits(found)
+        limits[name] = float(value)
+    return checked_limits(limits)
 
 
 def told(limits: dict[str, Any]) -> str:

@@ -55,8 +55,8 @@ class GroupedRoutingPlan(experts.RoutingPlan):
 
 def plan(slots_T: Tensor, experts_TK: Tensor) -> GroupedRoutingPlan | None:
     """Return the plan of the tokens with an adapter (slot >= 0); None when no token has one."""
-    found = experts.plan(slots_T, experts_TK)
-    return GroupedRoutingPlan(found.tokens, found.slots, found.experts) if found else None
+    routing = experts.plan(slots_T, experts_TK)
+    return GroupedRoutingPlan(routing.tokens, routing.slots, routing.experts) if routing else None
 
 
 def shrink(x: Tensor, factor_SERD: Tensor, plan: GroupedRoutingPlan) -> Tensor:

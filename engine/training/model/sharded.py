@@ -112,10 +112,10 @@ class ShardedBase(ResidentBase):
         """Add the gradients of a round to the held adapter's, microbatch after microbatch."""
         failed: list[BaseException] = []
 
-        def judged(found: Sequence[Found]) -> list[Tensor | None]:
+        def judged(outputs: Sequence[Found]) -> list[Tensor | None]:
             try:
                 # Where no token teaches, the backward pass would add zeros.
-                return [one if one.any() else None for one in judge(found[: len(parts)])]
+                return [one if one.any() else None for one in judge(outputs[: len(parts)])]
             except BaseException as error:
                 # A custom loss may raise anything; all ranks then leave out the backward pass.
                 failed.append(error)
@@ -133,8 +133,8 @@ class ShardedBase(ResidentBase):
         with self.holding(adapter):
             for batches in self.rounds(self.microbatches(rows)):
                 between()
-                found = self._call("score", [[rows[i] for i in batch] for batch in batches])
-                for batch, values in zip(batches, found, strict=True):
+                scores = self._call("score", [[rows[i] for i in batch] for batch in batches])
+                for batch, values in zip(batches, scores, strict=True):
                     parts = values.split([rows[i].length for i in batch])
                     scored |= {i: part.tolist() for i, part in zip(batch, parts, strict=True)}
         return [scored[i] for i in range(len(rows))]
@@ -162,10 +162,10 @@ class ShardedBase(ResidentBase):
         with self.holding(adapter):
             for batches in self.rounds(microbatches(longest, self.microbatch_tokens, shared=False)):
                 parts = [[longest[i] for i in batch] for batch in batches]
-                found = self._call("complete", parts, (tuple(ends), limit), stops)
+                completions = self._call("complete", parts, (tuple(ends), limit), stops)
                 if failed:
                     raise failed[0]
-                for batch, completed in zip(batches, found, strict=True):
+                for batch, completed in zip(batches, completions, strict=True):
                     rows |= zip(batch, completed, strict=True)
         return [rows[i] for i in range(len(prompts))]
 
@@ -194,10 +194,10 @@ class ShardedBase(ResidentBase):
             self._learn(rows, given, own)
             return []
         with torch.no_grad(), self.using(self._held):
-            found = self.logprobs(rows).cpu() if name == "score" else self._completed(rows, given, own)
+            values = self.logprobs(rows).cpu() if name == "score" else self._completed(rows, given, own)
         # Without a backward pass FSDP2 would remember the order of layers of each pass.
         self.model.reset_iter_state()
-        return self.ranks.gather(found)
+        return self.ranks.gather(values)
 
     def _completed(
         self, rows: Sequence[TokenRow], given: tuple[Collection[int], int], stops: Callable[[], bool] | None

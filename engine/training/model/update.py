@@ -230,8 +230,8 @@ def _rounds(
     return ([(states[number], batch) for number, batch in together] for together in rounds)
 
 
-def _judged(pieces: Sequence[tuple[_CallState, list[int]]], found: Sequence[Found]) -> list[Tensor]:
-    return [one.learn(batch, *values) for (one, batch), values in zip(pieces, found, strict=True)]
+def _judged(pieces: Sequence[tuple[_CallState, list[int]]], outputs: Sequence[Found]) -> list[Tensor]:
+    return [one.learn(batch, *values) for (one, batch), values in zip(pieces, outputs, strict=True)]
 
 
 @contextmanager
@@ -282,11 +282,11 @@ def check(base: ResidentBase, data: Sequence[Example], name: str, loss: Loss) ->
     sampled = loss.sampled or bool(data[0].old_logprobs)
     for i, example in enumerate(data):
         want = example.row.length if sampled else 0
-        found = len(example.old_logprobs), len(example.advantages)
-        if found != (want, want):
+        counts = len(example.old_logprobs), len(example.advantages)
+        if counts != (want, want):
             raise ConfigError(
-                f"Sample {i} has {example.row.length} completion tokens, {found[0]} log-probabilities and "
-                f"{found[1]} advantages. The loss {name} needs {want} of each here."
+                f"Sample {i} has {example.row.length} completion tokens, {counts[0]} log-probabilities and "
+                f"{counts[1]} advantages. The loss {name} needs {want} of each here."
             )
 
 
