@@ -83,15 +83,15 @@ def unrecorded(connection: Connection, action: str, subject: str, before: Values
     """Record nothing of a change."""
 
 
-def schema_fault(label: str, found: str) -> str:
+def schema_fault(label: str, version: str) -> str:
     """Return what is wrong with a catalog of another schema than this code's, and what to do."""
-    told = f"The catalog {label} has schema {found}, this code needs {SCHEMA_VERSION}."
-    if found > SCHEMA_VERSION:
+    told = f"The catalog {label} has schema {version}, this code needs {SCHEMA_VERSION}."
+    if version > SCHEMA_VERSION:
         return (
             f"{told} A newer version of Graftwork shares it: upgrade this installation. What runs already "
             "goes on; nothing was changed."
         )
-    if found < OLDEST_SCHEMA:
+    if version < OLDEST_SCHEMA:
         return f"{told} {UPGRADE_FIRST}"
     return f"{told} Start an engine or the controller of this version once: it migrates the catalog."
 
@@ -221,9 +221,9 @@ class Access:
             raise ServiceError(f"The catalog {self.label} cannot be read: {error.orig}.") from error
         except (sqlite3.DatabaseError, DatabaseError) as error:
             raise ConfigError(f"{self.label} is not a catalog of Graftwork: {error}.") from None
-        found = row[0] if row else "none"
-        if found != SCHEMA_VERSION:
-            raise ConfigError(schema_fault(self.label, found))
+        version = row[0] if row else "none"
+        if version != SCHEMA_VERSION:
+            raise ConfigError(schema_fault(self.label, version))
 
     # Rows
 

@@ -73,10 +73,10 @@ class Bases(CatalogPart):
 
 
 def refuse_changed(
-    name: str, known: Mapping[str, str], found: Mapping[str, str], accepted: str | None = None
+    name: str, before: Mapping[str, str], texts: Mapping[str, str], accepted: str | None = None
 ) -> None:
     """Raise `BaseModelError` where a base's text files are not the known ones, unless they are accepted."""
-    changed, digest = changed_files(known, found), text_digest(found)
+    changed, digest = changed_files(before, texts), text_digest(texts)
     if changed and not (accepted and digest.startswith(accepted)):
         raise BaseModelError(
             f"The base {name!r} is not the one that its revisions were trained and scored with: "

@@ -66,9 +66,9 @@ class Places:
         last, digest, places = (b"", ""), b"", set[tuple[int, int]]()
         with self._access.read() as connection:
             while rows := connection.execute(query.where(tuple_(table.digest, table.policy) > last)).all():
-                for found, _, segment, offset, length in rows:
-                    if found != digest:
-                        digest, places = found, set()
+                for row_digest, _, segment, offset, length in rows:
+                    if row_digest != digest:
+                        digest, places = row_digest, set()
                     if (segment, offset) not in places:
                         places.add((segment, offset))
                         used[segment] += room(length)

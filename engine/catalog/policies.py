@@ -44,8 +44,8 @@ class Policies:
 
     def _add(self, connection: Connection, policies: Sequence[Policy], again: bool) -> None:
         table = tables.policies
-        found = connection.execute(select(table).where(table.c.name.in_([one.name for one in policies])))
-        known = {row.name: Policy(**row._mapping) for row in found}
+        rows = connection.execute(select(table).where(table.c.name.in_([one.name for one in policies])))
+        known = {row.name: Policy(**row._mapping) for row in rows}
         new: dict[str, Policy] = {}
         for policy in policies:
             before = known.get(policy.name) or new.get(policy.name, policy)
@@ -93,12 +93,12 @@ class Policies:
         """Return (owner, base) of those of these policies that exist."""
         table = tables.policies.c
         query = select(table.name, table.owner, table.base)
-        found: dict[str, tuple[str, str]] = {}
+        owners: dict[str, tuple[str, str]] = {}
         with self._access.read() as connection:
             for at in range(0, len(names), POLICIES):
                 rows = connection.execute(query.where(table.name.in_(names[at : at + POLICIES])))
-                found |= {name: (owner, base) for name, owner, base in rows}
-        return found
+                owners |= {name: (owner, base) for name, owner, base in rows}
+        return owners
 
     def count(self) -> int:
         """Return how many policies there are."""

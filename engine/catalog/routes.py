@@ -44,12 +44,12 @@ class Routes(CatalogPart):
 
     def among(self, policies: Collection[str]) -> set[str]:
         """Return which of these policies have a route."""
-        table, names, found = tables.routes.c, list(policies), set[str]()
+        table, names, routed_policies = tables.routes.c, list(policies), set[str]()
         with self._access.read() as connection:
             for at in range(0, len(names), CHUNK):
                 wanted = table.policy.in_(names[at : at + CHUNK])
-                found |= set(connection.execute(select(table.policy).where(wanted)).scalars())
-        return found
+                routed_policies |= set(connection.execute(select(table.policy).where(wanted)).scalars())
+        return routed_policies
 
     def first_policies(self, limit: int, patterns: Sequence[str] = ()) -> list[str]:
         """Return the names of the first policies that `patterns` (none: all) cover, in order of names."""
