@@ -120,15 +120,15 @@ def _add_session_routes(app: FastAPI, models: Models, caller: Any) -> None:
 
     @app.get("/api/v1/sessions/{id}")
     async def session(id: str, key: caller) -> dict[str, Any]:
-        found = await models.ask(models.index.find, TinkerSession, key.owner, id)
-        if found is None:
+        session = await models.ask(models.index.find, TinkerSession, key.owner, id)
+        if session is None:
             raise NotFound("There is no such session.")
         trained = await models.ask(models.index.all_of, TinkerModel, key.owner, "session", id)
         sampled = await models.ask(models.index.all_of, TinkerSampler, key.owner, "session", id)
         return {
             "training_run_ids": [one.id for one in trained],
             "sampler_ids": [one.id for one in sampled],
-            "user_metadata": found.user_metadata,
+            "user_metadata": session.user_metadata,
         }
 
     @app.post("/api/v1/retrieve_future")
@@ -203,8 +203,8 @@ def _add_training_routes(app: FastAPI, models: Models, caller: Any) -> None:
 
     @app.get("/api/v1/samplers/{id}")
     async def sampler(id: str, key: caller) -> dict[str, Any]:
-        found = await models.ask(models.sampler, key, id)
-        return {"sampler_id": id, "base_model": models.backend.base_name, "model_path": found.path}
+        sampler = await models.ask(models.sampler, key, id)
+        return {"sampler_id": id, "base_model": models.backend.base_name, "model_path": sampler.path}
 
     @app.post("/api/v1/asample")
     async def asample(body: bodies.SampleSent, key: caller, request: Request) -> dict[str, Any]:

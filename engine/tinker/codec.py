@@ -202,7 +202,10 @@ def write_samples(
         message.prompt_logprobs = np.asarray(filled, "<f4").tobytes()
     if topk is not None:
         ids, values = topk
-        found = message.topk_prompt_logprobs
-        found.token_ids, found.logprobs = ids.astype("<i4").tobytes(), values.astype("<f4").tobytes()
-        found.length, found.k = ids.shape
+        candidates = message.topk_prompt_logprobs
+        candidates.token_ids, candidates.logprobs = (
+            ids.astype("<i4").tobytes(),
+            values.astype("<f4").tobytes(),
+        )
+        candidates.length, candidates.k = ids.shape
     return bytes(message.SerializeToString())

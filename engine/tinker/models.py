@@ -90,10 +90,10 @@ class Models:
 
     def session(self, key: Key, id: str) -> TinkerSession:
         """Return a session that has not finished. Raises `NotFound`."""
-        found = self.index.find(TinkerSession, key.owner, id)
-        if found is None or found.finished:
+        session = self.index.find(TinkerSession, key.owner, id)
+        if session is None or session.finished:
             raise NotFound("There is no such session, or it has finished. Start a new client.")
-        return found
+        return session
 
     async def hear(self, key: Key, id: str) -> None:
         """Note that a session's client lives. Raises `NotFound`."""
@@ -217,8 +217,8 @@ class Models:
             return Result.of(answer), is_new
 
         async def begin() -> None:
-            found = await told_of(self._calls, work)
-            result, is_new = (found, False) if isinstance(found, Result) else found
+            outcome = await told_of(self._calls, work)
+            result, is_new = (outcome, False) if isinstance(outcome, Result) else outcome
             if is_new:
                 self.lines.begin(model)
             self.promises.keep(promise, result)
@@ -353,51 +353,51 @@ class Models:
 
     def checkpoint(self, key: Key, model: str, kind: str, name: str) -> tuple[TinkerCheckpoint, TinkerModel]:
         """Return a checkpoint and its model. Raises `NotFound`."""
-        found = self.index.checkpoint(key.owner, model, kind, name)
+        checkpoint = self.index.checkpoint(key.owner, model, kind, name)
         origin = self.index.find(TinkerModel, key.owner, model)
-        if found is None or origin is None or not key.sees(origin.policy):
+        if checkpoint is None or origin is None or not key.sees(origin.policy):
             raise NotFound(
                 "There is no such checkpoint, or it has expired. List them with `tinker checkpoint`."
             )
-        return found, origin
+        return checkpoint, origin
 
     def seen_by(self, key: Key, rows: Sequence[TinkerCheckpoint]) -> list[TinkerCheckpoint]:
         """Return those of a tenant's checkpoints whose policies the key may use."""
-        found = {id: self.index.find(TinkerModel, key.owner, id) for id in {row.model for row in rows}}
-        return [row for row in rows if (model := found[row.model]) and key.sees(model.policy)]
+        models = {id: self.index.find(TinkerModel, key.owner, id) for id in {row.model for row in rows}}
+        return [row for row in rows if (model := models[row.model]) and key.sees(model.policy)]
 
-    def delete(self, found: TinkerCheckpoint, model: TinkerModel) -> None:
+    def delete(self, checkpoint: TinkerCheckpoint, model: TinkerModel) -> None:
         """Delete a checkpoint and what it names. Idempotent."""
-        if not self.index.remove_checkpoint(found):
+        if not self.index.remove_checkpoint(checkpoint):
             # It is gone, or was saved again under its name.
             return
         try:
-            if found.kind == WEIGHTS:
-                self.backend.delete_state(model, found.stored)
-            elif not self._is_shared(found):
-                self.backend.retire(model.policy, found.stored)
+            if checkpoint.kind == WEIGHTS:
+                self.backend.delete_state(model, checkpoint.stored)
+            elif not self._is_shared(checkpoint):
+                self.backend.retire(model.policy, checkpoint.stored)
         except ServiceError:
-            self.index.add(found)
+            self.index.add(checkpoint)
             raise
 
-    def _is_shared(self, found: TinkerCheckpoint) -> bool:
+    def _is_shared(self, checkpoint: TinkerCheckpoint) -> bool:
         """Say whether another checkpoint of the model is the same revision: saved twice without a step."""
         return any(
-            other.stored == found.stored and other.name != found.name
-            for other in self.index.all_of(TinkerCheckpoint, found.tenant, "model", found.model)
+            other.stored == checkpoint.stored and other.name != checkpoint.name
+            for other in self.index.all_of(TinkerCheckpoint, checkpoint.tenant, "model", checkpoint.model)
             if other.kind == SAMPLER
         )
 
     def delete_expired(self) -> None:
         """Delete the checkpoints of all tenants whose time is over."""
-        for found in self.index.expired():
-            model = self.index.find(TinkerModel, found.tenant, found.model)
+        for checkpoint in self.index.expired():
+            model = self.index.find(TinkerModel, checkpoint.tenant, checkpoint.model)
             try:
                 if model:
-                    self.delete(found, model)
+                    self.delete(checkpoint, model)
             except GraftworkError as error:
                 # The next round meets it again.
-                logger.warning("The expired checkpoint %s was not deleted: %s", found.path, error)
+                logger.warning("The expired checkpoint %s was not deleted: %s", checkpoint.path, error)
 
     # Sampling
 
@@ -420,13 +420,13 @@ class Models:
 
     def sampler(self, key: Key, id: str) -> TinkerSampler:
         """Return a sampling client. Raises `NotFound`."""
-        found = self._samplers.get((key.owner, id)) or self.index.find(TinkerSampler, key.owner, id)
-        if found is None:
+        sampler = self._samplers.get((key.owner, id)) or self.index.find(TinkerSampler, key.owner, id)
+        if sampler is None:
             raise NotFound("There is no such sampling client. Create one.")
-        self._samplers[key.owner, id] = found
+        self._samplers[key.owner, id] = sampler
         if len(self._samplers) > MOST_SAMPLERS:
             self._samplers.popitem(last=False)
-        return found
+        return sampler
 
     async def sample(self, key: Key, plaintext: str, body: bodies.SampleSent) -> str:
         """Begin samples of a prompt; return the request id.
@@ -482,5 +482,5 @@ def state_name(name: str) -> str:
 
 def probe_prompts(batch: WireBatch) -> list[list[int]]:
     """Return the beginnings of the first data, as prompts of an effect probe."""
-    found = [datum.tokens[:PROBE_TOKENS].tolist() for datum in batch.data[:PROBES]]
-    return [prompt for prompt in found if prompt]
+    prompts = [datum.tokens[:PROBE_TOKENS].tolist() for datum in batch.data[:PROBES]]
+    return [prompt for prompt in prompts if prompt]

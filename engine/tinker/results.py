@@ -64,8 +64,8 @@ class Promises:
 
     def find(self, tenant: str, id: str) -> Promise | None:
         """Return the tenant's promise with this id, or None."""
-        found = self._known.get(id)
-        return found if found and found.tenant == tenant else None
+        promise = self._known.get(id)
+        return promise if promise and promise.tenant == tenant else None
 
     def add(self, tenant: str, id: str) -> Promise:
         """Add a promise. The id must be new."""

@@ -136,8 +136,8 @@ class SampleBatcher:
             await asyncio.gather(*(self._sample(served, plaintext, part) for part in parts))
             return
         for number, call in enumerate(calls):
-            found = results if isinstance(results, Result) else Result(results[number], PROTOBUF)
-            self.promises.keep(call.promise, found)
+            result = results if isinstance(results, Result) else Result(results[number], PROTOBUF)
+            self.promises.keep(call.promise, result)
         queue.waiting -= len(calls)
         if not queue.waiting:
             self._queues.pop(plaintext, None)

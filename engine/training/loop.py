@@ -168,7 +168,7 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
         advantages_PG /= rewards_PG.std(dim=1, keepdim=True, correction=0) + EPSILON
     # Forward and backward.
     data, scored = build_data(drawn, judged, advantages_PG.tolist(), config), monotonic()
-    found = client.forward_backward(
+    update = client.forward_backward(
         session, data, config.loss, run.loss_settings, router_replay=run.source.replays
     )["metrics"]
     learned = monotonic()
@@ -181,19 +181,19 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
         staleness=float(session.step - drawn.sampler.step),
         **drawn.row(),
         **judged.row(),
-        **found,
+        **update,
         wait_s=sampled - asked + refill_s,
         reward_s=scored - sampled - refill_s,
         update_s=learned - scored,
         handoff_s=handed.seconds if handed else 0.0,
         backpressure_s=client.backpressure_s.pop(session.session, 0.0),
-        tokens_per_s=found["tokens"] / (learned - began),
+        tokens_per_s=update["tokens"] / (learned - began),
     )
     row = {**asdict(step), "handed": newest.digest, "replaced": replaced}
     row["collapse"] = None if config.collapse == "ignore" else warning((*session.history, row), drawn)
     # Optimizer step, which stores the session with the row; the same row, with the norm, goes to the ledger.
     adam = AdamParams(learning_rate=learning_rate(config, session.step))
-    skip = not teaches(judged, config, found["learned_tokens"])
+    skip = not teaches(judged, config, update["learned_tokens"])
     row |= client.optim_step(session, adam, position=drawn.position, record=row, skip=skip)
     record_step(run, row)
     return replace(session, step=row["step"], position=drawn.position, history=(*session.history, row))

@@ -39,20 +39,20 @@ def signs(rows: Sequence[Row]) -> dict[str, str]:
     """
     if len(rows) <= WINDOW:
         return {}
-    found: dict[str, str] = {}
+    symptoms: dict[str, str] = {}
     first, last = _mean(rows[:WINDOW], "entropy"), _mean(rows[-WINDOW:], "entropy")
     if first is not None and last is not None and last < ENTROPY * first:
-        found["entropy"] = f"entropy fell from {first:.2f} to {last:.2f} nats a token"
+        symptoms["entropy"] = f"entropy fell from {first:.2f} to {last:.2f} nats a token"
     for name, rise, what in (
         ("repeated", REPEATED, "the share of repeated 3-grams"),
         ("truncated", TRUNCATED, "the share of answers at the token limit"),
     ):
         first, last = _mean(rows[:WINDOW], name), _mean(rows[-WINDOW:], name)
         if first is not None and last is not None and last > first + rise:
-            found[name] = f"{what} rose from {first:.0%} to {last:.0%}"
+            symptoms[name] = f"{what} rose from {first:.0%} to {last:.0%}"
     if (last := _mean(rows[-WINDOW:], "kl")) is not None and last > KL:
-        found["kl"] = f"the KL divergence to the base reached {last:.2f} nats a token"
-    return found
+        symptoms["kl"] = f"the KL divergence to the base reached {last:.2f} nats a token"
+    return symptoms
 
 
 def _mean(rows: Sequence[Row], name: str) -> float | None:

@@ -56,10 +56,10 @@ class Engines:
             rows = self.fleet.live()
         except ServiceError:
             return self._urls
-        found = list(dict.fromkeys(row.url for row in rows if row.base == self._base and not row.draining))
-        self._are_several = self._are_several or len(found) > 1
-        if self._are_several and found:
-            self._urls = found
+        urls = list(dict.fromkeys(row.url for row in rows if row.base == self._base and not row.draining))
+        self._are_several = self._are_several or len(urls) > 1
+        if self._are_several and urls:
+            self._urls = urls
         return self._urls
 
 
@@ -121,8 +121,8 @@ class _Step:
         looked = time.monotonic()
         while len(self._groups) < count:
             try:
-                number, found = self._ended.get(timeout=self._next_s())
-                self._take(number, found)
+                number, outcome = self._ended.get(timeout=self._next_s())
+                self._take(number, outcome)
             except Empty:
                 pass
             now = time.monotonic()
@@ -182,18 +182,18 @@ class _Step:
             # Raised, or answered by another engine, in the thread of the step.
             self._ended.put((number, error))
 
-    def _take(self, number: int, found: Groups | BaseException) -> None:
+    def _take(self, number: int, outcome: Groups | BaseException) -> None:
         """Take an answer, also one that is no longer waited for; hand a failed piece on."""
-        if not isinstance(found, BaseException):
+        if not isinstance(outcome, BaseException):
             self._asked.pop(number, None)
-            self._groups.update(enumerate(found, self._starts[number]))
+            self._groups.update(enumerate(outcome, self._starts[number]))
             return
         if number not in self._asked:
             return
         piece, url = self._asked.pop(number)
-        if not isinstance(found, GraftworkError):
-            raise found
-        self._hand_on(piece, url, found)
+        if not isinstance(outcome, GraftworkError):
+            raise outcome
+        self._hand_on(piece, url, outcome)
 
     def _hand_on(self, piece: _Piece, url: str, error: GraftworkError) -> None:
         piece.errors[url] = error

@@ -232,12 +232,12 @@ def load_part(params: Params, info: "BaseInfo", ranks: "Ranks") -> "ShardedBase"
     """
     from engine.training.model.sharded import ShardedBase
 
-    found = ranks.every((info.digest, code_version()))
-    for number, (digest, version) in enumerate(found):
-        if found[0] != (digest, version):
+    parts = ranks.every((info.digest, code_version()))
+    for number, (digest, version) in enumerate(parts):
+        if parts[0] != (digest, version):
             raise ConfigError(
                 f"Rank {number} has the base {digest[:12]} and Graftwork {version}, rank 0 has "
-                f"{found[0][0][:12]} and {found[0][1]}. Give all ranks the same base and version."
+                f"{parts[0][0][:12]} and {parts[0][1]}. Give all ranks the same base and version."
             )
     device = "cpu" if cuda_bytes() is None else f"cuda:{ranks.place}"
     return ShardedBase(ranks, *arguments_of(params, info.path, threads_of(params, ranks.near), device))

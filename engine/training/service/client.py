@@ -303,7 +303,7 @@ def _body(kind: type[Body], /, **fields: Any) -> Body:
 
 
 def _error(said: Mapping[str, Any]) -> GraftworkError:
-    found, sentence = getattr(errors, said["kind"], ServiceError), said["error"]
-    if found is Busy:
+    kind, sentence = getattr(errors, said["kind"], ServiceError), said["error"]
+    if kind is Busy:
         return Busy(sentence, said["retry_after_s"], said["queue"])
-    return found(sentence) if issubclass(found, GraftworkError) else ServiceError(sentence)
+    return kind(sentence) if issubclass(kind, GraftworkError) else ServiceError(sentence)

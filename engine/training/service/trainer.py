@@ -172,7 +172,7 @@ class Trainer:
 
     def _gather(self, called: Mapping[Operation, tuple[Session, LossCall]]) -> list[dict[str, Any]]:
         """Gather gradients in one pass and return the results; after an error nothing is gathered."""
-        found = forward_backward(
+        results = forward_backward(
             self.base, [call for _, call in called.values()], partial(self._go_on, list(called))
         )
         for session, _ in called.values():
@@ -182,7 +182,7 @@ class Trainer:
                 "loss_fn_outputs": _outputs(one.logprobs),
                 "metrics": {**asdict(one.metrics), "peak_memory": peak_memory()},
             }
-            for one in found
+            for one in results
         ]
 
     def _between(self, request: protocol.Request) -> Callable[[], None]:
@@ -198,10 +198,10 @@ class Trainer:
     def _perform(self, operations: Sequence[Operation]) -> None:
         """Carry out operations of different sessions: in one pass where possible, else one by one."""
         with self.cores.computing() if self.cores else nullcontext():
-            found = self._in_one_pass(operations) if len(operations) > 1 else {}
+            results = self._in_one_pass(operations) if len(operations) > 1 else {}
             for operation in operations:
-                if operation in found:
-                    operation.future.set_result(found[operation])
+                if operation in results:
+                    operation.future.set_result(results[operation])
                 else:
                     operation.perform()
 
