@@ -84,8 +84,8 @@ def _manifest(place: BackupPlace) -> Contents:
             f"{place.address} was written by a newer version of Graftwork. Nothing was changed. Upgrade this "
             "one."
         )
-    found: Contents = told["files"]
-    return found
+    contents: Contents = told["files"]
+    return contents
 
 
 def _contents(ledger: duckdb.DuckDBPyConnection) -> Contents:
@@ -96,12 +96,12 @@ def _contents(ledger: duckdb.DuckDBPyConnection) -> Contents:
         AND table_name IN (SELECT table_name FROM duckdb_tables()) AND table_name <> 'migrations'
         GROUP BY table_name ORDER BY table_name
     """
-    found: Contents = {}
+    contents: Contents = {}
     for table, columns in ledger.execute(tables).fetchall():
         query = f"SELECT {DAY}, count(*), bit_xor(hash(id, ?)) FROM {table} GROUP BY 1 ORDER BY 1"
         for day, rows, hashed in ledger.execute(query, [columns]).fetchall():
-            found[f"ledger/{table}/day={day}/rows.parquet"] = {"rows": rows, "hash": str(hashed)}
-    return found
+            contents[f"ledger/{table}/day={day}/rows.parquet"] = {"rows": rows, "hash": str(hashed)}
+    return contents
 
 
 def _parts(name: str) -> tuple[str, str]:

@@ -102,20 +102,20 @@ def read(place: BackupPlace, name: str, expected: str = "") -> BackupManifest:
             "was expected: it is another backup, or somebody has exchanged it. Nothing was changed. Name the "
             f"backup that you mean by {place.address}/{MANIFESTS}/NAME.json, or restore one of another place."
         )
-    found = json.loads(text)
-    if found["format"] != FORMAT:
+    row = json.loads(text)
+    if row["format"] != FORMAT:
         raise ConfigError(
-            f"The backup {name} has format {found['format']}, this code reads {FORMAT}. "
+            f"The backup {name} has format {row['format']}, this code reads {FORMAT}. "
             "Restore it with the version of Graftwork that made it, or a newer one."
         )
-    files = tuple(StoredFile(path, size, tuple(parts)) for path, size, parts in found.pop("files"))
+    files = tuple(StoredFile(path, size, tuple(parts)) for path, size, parts in row.pop("files"))
     for file in files:
         if not _is_inside(file.name):
             raise ConfigError(
                 f"The backup {name} names the file {file.name!r}, which no backup of Graftwork has: somebody "
                 "else wrote it. Nothing was restored."
             )
-    return BackupManifest(**found, files=files)
+    return BackupManifest(**row, files=files)
 
 
 def _is_inside(name: str) -> bool:

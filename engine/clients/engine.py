@@ -44,8 +44,8 @@ class EngineClient(ServiceClient):
         or `Gone` when it does not serve the model, and `ServiceError` when it does not answer.
         """
         body = {"model": model, "prompt": [*tokens], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-        found = self._ask("POST", "/v1/completions", json=body)["choices"][0]["prompt_logprobs"]
-        return [found[i][str(token)]["logprob"] for i, token in enumerate(tokens) if i > 0]
+        entries = self._ask("POST", "/v1/completions", json=body)["choices"][0]["prompt_logprobs"]
+        return [entries[i][str(token)]["logprob"] for i, token in enumerate(tokens) if i > 0]
 
     def find_model(self, name: str) -> None:
         """Raise `NotFound`, with the nearest names, or `Gone`, with the reason, unless `name` is served."""

@@ -90,8 +90,8 @@ class RouteChanges:
         A revision that equals the base is harmless and gets none. An accepted one loses the tombstone that
         the probe wrote, never a person's.
         """
-        found = result.to_json()
-        self._catalog.revisions.set_probe(policy, digest, found)
+        probe = result.to_json()
+        self._catalog.revisions.set_probe(policy, digest, probe)
         stone, route = self._catalog.tombstones.find(policy, digest), self._catalog.routes.get(policy)
         if result.accepted:
             if stone and stone.by == GATE:
@@ -102,8 +102,8 @@ class RouteChanges:
             self.withdraw(policy, digest, result.reason, GATE)
         verdict = "rollback" if withdrawn else "hold"
         # The id leaves the verdict out: on a repeated call the route no longer shows the revision.
-        about = f"{GATE}/{content_hash(found)}"
-        self.say_by_hand(verdict, policy, digest, GATE, result.reason, about, probe=found)
+        about = f"{GATE}/{content_hash(probe)}"
+        self.say_by_hand(verdict, policy, digest, GATE, result.reason, about, probe=probe)
 
     def purge(self, policy: str, place: Literal["name", "catalog"], by: str) -> dict[str, int]:
         """Remove a policy's route and mark its name, or remove all its rows; return removed rows by table."""

@@ -229,8 +229,8 @@ class AliasMirror(PeriodicThread):
         if not seen or (seen.version, seen.digest) != (str(model.highest), str(model.updated)):
             self._catalog.aliases.note(model.name, SEEN, str(model.highest), str(model.updated))
 
-    def _miss(self, notes: dict[str, dict[str, AliasNote]], found: set[str]) -> None:
-        for policy in set(notes) - found:
+    def _miss(self, notes: dict[str, dict[str, AliasNote]], policies: set[str]) -> None:
+        for policy in set(notes) - policies:
             self._alarms[policy] = (
                 f"The registered model {policy!r} is missing in MLflow. Serving continues from the catalog. "
                 "Register its revisions again."

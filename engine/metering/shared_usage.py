@@ -137,8 +137,8 @@ def sums_by(access: Access, by: str, begin: int, end: int) -> list[Row]:
         .group_by(hours[by], hours.purpose)
     )
     with access.read() as connection:
-        found = connection.execute(query).all()
-    return [(*row[:2], *map(int, row[2:])) for row in found if any(row[2:])]
+        rows = connection.execute(query).all()
+    return [(*row[:2], *map(int, row[2:])) for row in rows if any(row[2:])]
 
 
 def _since(local: sqlite3.Connection) -> int:

@@ -173,9 +173,9 @@ def _curves(
     ledger: duckdb.DuckDBPyConnection, policy: str, since: float, made: Mapping[str, str]
 ) -> list[Curve]:
     """Return a policy's newest training sessions, oldest first."""
-    found = ledger.execute(STEPS, {"policy": policy, "since": since, "most": MAX_LINES})
+    result = ledger.execute(STEPS, {"policy": policy, "since": since, "most": MAX_LINES})
     lines: dict[str, list[TrainStep]] = {}
-    for row in named_rows(found):
+    for row in named_rows(result):
         lines.setdefault(row["session"], []).append(TrainStep.of(row))
     return [Curve(policy, made.get(session), tuple(steps), session) for session, steps in lines.items()]
 

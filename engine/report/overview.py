@@ -137,8 +137,8 @@ def suite_score(
     ledger: duckdb.DuckDBPyConnection, base: str, policy: str, suite: str, digest: str | None
 ) -> SuiteScore | None:
     """Return mean score and 95% interval on the suite's newest version; a digest of None is the base."""
-    found = latest_scores(ledger, base, policy, suite, digest)
-    scores = [one.score for one in found if one.is_newest]
+    item_scores = latest_scores(ledger, base, policy, suite, digest)
+    scores = [one.score for one in item_scores if one.is_newest]
     if not scores:
         return None
     return SuiteScore(policy, digest, suite, len(scores), fmean(scores), *interval(scores))

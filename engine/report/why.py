@@ -153,8 +153,8 @@ def gather(params: Params, policy: str, digest: str) -> VersionFacts:
 
 def _measured(ledger: duckdb.DuckDBPyConnection, base: str, fixed: dict[str, Any]) -> dict[str, Any]:
     def items(digest: str | None) -> dict[str, tuple[float, float]]:
-        found = latest_scores(ledger, base, fixed["policy"], fixed["suite"], digest)
-        return {one.item: (one.score, one.at) for one in found if one.is_newest}
+        scores = latest_scores(ledger, base, fixed["policy"], fixed["suite"], digest)
+        return {one.item: (one.score, one.at) for one in scores if one.is_newest}
 
     mine, champion = items(fixed["digest"]), items(fixed["champion"])
     common = sorted(set(mine) & set(champion))
@@ -204,12 +204,12 @@ def _find(catalog: Catalog, subject: str) -> tuple[str, str | None]:
     policy, prefix = split_served_name(subject)
     if prefix:
         return policy, catalog.revisions.get(policy, prefix).digest
-    found = catalog.listing.starting_with(subject, limit=3) if len(subject) >= DIGITS else []
-    if len(found) > 1:
-        names = ", ".join(served_name(item.policy, item.digest) for item in found)
+    revisions = catalog.listing.starting_with(subject, limit=3) if len(subject) >= DIGITS else []
+    if len(revisions) > 1:
+        names = ", ".join(served_name(item.policy, item.digest) for item in revisions)
         raise Conflict(f"Several digests start with {subject!r}: {names}. Name one as POLICY@DIGEST.")
-    if found:
-        return found[0].policy, found[0].digest
+    if revisions:
+        return revisions[0].policy, revisions[0].digest
     try:
         return subject, catalog.routes.get(subject).champion
     except NotFound:

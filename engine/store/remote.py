@@ -111,27 +111,27 @@ class RemoteStore(Store):
 
     def check(self, locations: Sequence[Location]) -> list[Fault | None]:
         """Verify blobs in the store itself, not in the cache; many small ones in one request."""
-        found: dict[Location, Fault | None] = {}
+        faults: dict[Location, Fault | None] = {}
         small: list[Location] = []
         for location in dict.fromkeys(locations):
             if location.length > CHUNK:
-                found[location] = self._fault(location)
+                faults[location] = self._fault(location)
                 continue
             small.append(location)
             if sum(one.length for one in small) > BATCH_BYTES:
-                found |= self._check_small(small)
+                faults |= self._check_small(small)
                 small = []
-        found |= self._check_small(small)
-        return [found[location] for location in locations]
+        faults |= self._check_small(small)
+        return [faults[location] for location in locations]
 
     def segments(self) -> Iterator[tuple[str, int]]:
         """Yield each segment's name and size in bytes; skip other names under the prefix."""
         with self._faults("list its objects"):
             try:
-                found = self.client.ls(self._prefix, detail=True, refresh=True)
+                entries = self.client.ls(self._prefix, detail=True, refresh=True)
             except FileNotFoundError:
                 return
-        for entry in found:
+        for entry in entries:
             name = entry["name"].rpartition("/")[2]
             if SEGMENT_NAME.fullmatch(name):
                 yield name, entry["size"]
