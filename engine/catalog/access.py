@@ -85,15 +85,15 @@ def unrecorded(connection: Connection, action: str, subject: str, before: Values
 
 def schema_fault(label: str, version: str) -> str:
     """Return what is wrong with a catalog of another schema than this code's, and what to do."""
-    told = f"The catalog {label} has schema {version}, this code needs {SCHEMA_VERSION}."
+    sentence = f"The catalog {label} has schema {version}, this code needs {SCHEMA_VERSION}."
     if version > SCHEMA_VERSION:
         return (
-            f"{told} A newer version of Graftwork shares it: upgrade this installation. What runs already "
-            "goes on; nothing was changed."
+            f"{sentence} A newer version of Graftwork shares it: upgrade this installation. What runs "
+            "already goes on; nothing was changed."
         )
     if version < OLDEST_SCHEMA:
-        return f"{told} {UPGRADE_FIRST}"
-    return f"{told} Start an engine or the controller of this version once: it migrates the catalog."
+        return f"{sentence} {UPGRADE_FIRST}"
+    return f"{sentence} Start an engine or the controller of this version once: it migrates the catalog."
 
 
 class Access:
@@ -195,9 +195,9 @@ class Access:
 
     def _refuse_while_silent(self) -> float:
         """Raise `ServiceError` during a back-off; return the time."""
-        now, (until, said) = time.monotonic(), self._silent
+        now, (until, fault) = time.monotonic(), self._silent
         if now < until:
-            raise ServiceError(said)
+            raise ServiceError(fault)
         return now
 
     def _note_silence(self, error: Exception, began: float) -> None:
@@ -206,8 +206,8 @@ class Access:
         # mean that the server is down.
         connects = isinstance(error, OperationalError) and error.statement is None
         if connects and took_s >= SILENT_S and not self.is_sqlite:
-            said = f"The catalog {self.label} did not answer within {took_s:.1f} s. It is asked again soon."
-            self._silent = time.monotonic() + min(SILENT_MOST_S, took_s), said
+            fault = f"The catalog {self.label} did not answer within {took_s:.1f} s. It is asked again soon."
+            self._silent = time.monotonic() + min(SILENT_MOST_S, took_s), fault
 
     def _check_schema(self) -> None:
         query = "SELECT version_num FROM alembic_version"

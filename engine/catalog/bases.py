@@ -32,15 +32,15 @@ class Bases(CatalogPart):
             connection.execute(
                 query.on_conflict_do_update(index_elements=["digest"], set_={"path": base.path})
             )
-            known = connection.execute(
+            texts = connection.execute(
                 select(columns.texts).where(columns.digest == base.digest)
             ).scalar_one()
-            if base.texts and base.texts[-1:] != known[-1:]:
-                if known:
-                    refuse_changed(base.name, known[-1], base.texts[-1], accepted)
-                    before, after = {"text_files": known[-1]}, {"text_files": base.texts[-1]}
+            if base.texts and base.texts[-1:] != texts[-1:]:
+                if texts:
+                    refuse_changed(base.name, texts[-1], base.texts[-1], accepted)
+                    before, after = {"text_files": texts[-1]}, {"text_files": base.texts[-1]}
                     self._access.record(connection, "base.text", base.digest, before, after)
-                connection.execute(update.values(texts=[*known, base.texts[-1]]))
+                connection.execute(update.values(texts=[*texts, base.texts[-1]]))
 
     def register(self, base: "BaseInfo", accepted: str | None = None) -> None:
         """Add a base that is ready to be loaded. Raises as `add`."""

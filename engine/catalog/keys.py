@@ -239,10 +239,10 @@ class Keys:
             raise ConfigError(f"The tenant {LOCAL!r} is the installation itself: it cannot be suspended.")
         if all(key.owner != name for key in self.all()):
             raise NotFound(f"No key belongs to a tenant {name!r}. `graftwork key ls` lists them.")
-        if not (said := reason.strip()):
+        if not (sentence := reason.strip()):
             raise ConfigError("A suspension needs a reason, which the tenant reads.")
-        said += "." if said[-1].isalnum() else ""
-        return self._change_tenant("tenant.suspend", name, suspended_at=time.time(), suspended_for=said)
+        sentence += "." if sentence[-1].isalnum() else ""
+        return self._change_tenant("tenant.suspend", name, suspended_at=time.time(), suspended_for=sentence)
 
     def resume(self, name: str) -> Tenant:
         """Take a tenant's requests again; return it. Raises `NotFound` when it is not suspended."""
@@ -286,23 +286,23 @@ def as_tinkers(plaintext: str) -> str:
 
 def roles_of(roles: str | Iterable[str]) -> list[str]:
     """Return roles by their names, or by a name of `SCOPES`. Raises `ConfigError` for an unknown one."""
-    given = SCOPES.get(roles, (roles,)) if isinstance(roles, str) else tuple(roles)
-    unknown = [role for role in given if role not in ROLES]
-    if unknown or not given:
+    names = SCOPES.get(roles, (roles,)) if isinstance(roles, str) else tuple(roles)
+    unknown = [role for role in names if role not in ROLES]
+    if unknown or not names:
         raise ConfigError(
             f"A key's roles are of {', '.join(ROLES)}, or its scope is one of {', '.join(SCOPES)}; "
             f"not {', '.join(map(repr, unknown)) or 'none'}."
         )
-    return [role for role in ROLES if role in given]
+    return [role for role in ROLES if role in names]
 
 
 def checked_limits(limits: dict[str, float]) -> dict[str, float]:
     """Return limits that are known and not negative. Raises `ConfigError` for others."""
-    known = [field.name for field in fields(Limits)]
+    limit_names = [field.name for field in fields(Limits)]
     for name, value in limits.items():
-        if name not in known or value < 0 or (name == "load_share" and value > 1):
+        if name not in limit_names or value < 0 or (name == "load_share" and value > 1):
             raise ConfigError(
-                f"{name}={value:g} is not a limit. Limits are {', '.join(known)}; none is below 0, and "
+                f"{name}={value:g} is not a limit. Limits are {', '.join(limit_names)}; none is below 0, and "
                 "load_share is at most 1."
             )
     return limits

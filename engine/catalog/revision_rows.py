@@ -107,9 +107,9 @@ class RevisionRows:
         words = self.words({row[at] for row in rows for at in (BASE, LAYOUT, SEGMENT, OWNER)})
         return [decode(row, words) for row in rows]
 
-    def intern(self, wanted: Iterable[str]) -> dict[str, int]:
+    def intern(self, names: Iterable[str]) -> dict[str, int]:
         """Return the ids of strings, adding new ones. Not within a write transaction."""
-        words, known, table = set(wanted), self._ids, tables.names
+        words, known, table = set(names), self._ids, tables.names
         ids = {word: known[word] for word in words if word in known}
         missing = [word for word in words if word not in ids]
         if missing:
@@ -256,8 +256,8 @@ def _ambiguous(policy: str, digest_prefix: str, digests: Sequence[str]) -> Ambig
     )
 
 
-def _named(connection: Connection, column: Column[Any], wanted: Sequence[Any]) -> list[Any]:
+def _named(connection: Connection, column: Column[Any], values: Sequence[Any]) -> list[Any]:
     """Return the rows of `names` with one of these values in a column."""
     query = select(tables.names)
-    chunks = (wanted[at : at + CHUNK] for at in range(0, len(wanted), CHUNK))
+    chunks = (values[at : at + CHUNK] for at in range(0, len(values), CHUNK))
     return [row for chunk in chunks for row in connection.execute(query.where(column.in_(chunk)))]
