@@ -77,10 +77,10 @@ class SharedUsage:
             local.execute("COMMIT")
             return
         with self._access.write(is_alone=False) as remote:
-            known = remote.execute(
+            remote_turn = remote.execute(
                 select(tables.usage_logs.c.turn).where(tables.usage_logs.c.id == log)
             ).scalar()
-            if known == turn:
+            if remote_turn == turn:
                 self._remove(remote, log, gone)
                 self._put(remote, log, iter(changed))
             else:
