@@ -181,10 +181,10 @@ class RemoteStore(Store):
         """Return the id of the catalog that owns the store; None when none has claimed it."""
         with self._faults("say which catalog owns it"):
             try:
-                said: bytes = self.client.cat_file(self._object(CATALOG_ID))
+                content: bytes = self.client.cat_file(self._object(CATALOG_ID))
             except FileNotFoundError:
                 return None
-        return said.decode().strip()
+        return content.decode().strip()
 
     def belong_to(self, catalog_id: str) -> str:
         """Claim the store for a catalog unless it has an owner; return the owner's id.
@@ -295,9 +295,9 @@ class RemoteStore(Store):
         ends = [one.offset + one.length for one in locations]
         with self._faults("return the blobs asked for"):
             bodies = self.client.cat_ranges(paths, starts, ends, on_error="return")
-        return {one: self._said(one, body) for one, body in zip(locations, bodies, strict=True)}
+        return {one: self._fault_in(one, body) for one, body in zip(locations, bodies, strict=True)}
 
-    def _said(self, location: Location, body: bytes | Exception) -> Fault | None:
+    def _fault_in(self, location: Location, body: bytes | Exception) -> Fault | None:
         if isinstance(body, FileNotFoundError):
             return _missing(location)
         if isinstance(body, Exception):
