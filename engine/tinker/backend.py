@@ -167,8 +167,8 @@ class Backend:
 
     def optim_step(self, model: TinkerModel, request: str, adam: bodies.AdamSent) -> dict[str, float]:
         """Apply the gathered gradients, once for each request; without any the step counts alone."""
-        given = protocol.AdamParams(**adam.model_dump(include=set(protocol.AdamParams.model_fields)))
-        done = self.trainer.optim_step(self._open[model.id], given, request, skip=not model.gathered)
+        settings = protocol.AdamParams(**adam.model_dump(include=set(protocol.AdamParams.model_fields)))
+        done = self.trainer.optim_step(self._open[model.id], settings, request, skip=not model.gathered)
         # Recipes log these beside their own, of which one is called `step`.
         return {"optim/grad_norm": done["grad_norm"], "optim/steps": done["step"]}
 
@@ -214,7 +214,7 @@ class Backend:
         """
         body = calls[0]
         params = body.sampling_params
-        asked = {
+        request = {
             "model": served,
             "prompts": [[token for chunk in one.prompt.chunks for token in chunk.tokens] for one in calls],
             "n": body.num_samples,
@@ -229,10 +229,10 @@ class Backend:
             },
         }
         if params.top_k > 0:
-            asked["top_k"] = params.top_k
+            request["top_k"] = params.top_k
         if isinstance(params.stop, str):
-            asked["stop"] = [params.stop]
-        answer = self._engine(plaintext).samples(asked, patience_s)
+            request["stop"] = [params.stop]
+        answer = self._engine(plaintext).samples(request, patience_s)
         return [_response(group) for group in answer["groups"]]
 
     def _engine(self, plaintext: str) -> EngineClient:
@@ -251,7 +251,7 @@ def _datum(tokens: Array, inputs: Mapping[str, Array]) -> protocol.Datum:
         raise ConfigError("A datum has no target_tokens. Give one or more for each of its tokens.")
     if unknown := sorted(inputs.keys() - KNOWN_INPUTS):
         raise ConfigError(f"The loss input {unknown[0][:64]!r} is not known. Use {', '.join(KNOWN_INPUTS)}.")
-    given = {
+    tensors = {
         name: protocol.TensorData(
             data=array.ravel().tolist(),
             dtype="int64" if name == "target_tokens" else "float32",
@@ -261,7 +261,7 @@ def _datum(tokens: Array, inputs: Mapping[str, Array]) -> protocol.Datum:
     }
     text = protocol.EncodedText(tokens=tokens.tolist())
     # The names are checked above.
-    return protocol.Datum(model_input=protocol.ModelInput(chunks=[text]), loss_fn_inputs=given)  # type: ignore[arg-type]
+    return protocol.Datum(model_input=protocol.ModelInput(chunks=[text]), loss_fn_inputs=tensors)  # type: ignore[arg-type]
 
 
 def loss_config(batch: WireBatch) -> dict[str, float]:

@@ -30,7 +30,7 @@ from engine.tinker.backend import Backend, StateSource
 from engine.tinker.codec import WireBatch, write_output
 from engine.tinker.lines import LOST, NO_MODEL, CallLine, Done, Lines
 from engine.tinker.results import PROTOBUF, Promises, Result
-from engine.tinker.sampling import SampleBatcher, told_of
+from engine.tinker.sampling import SampleBatcher, outcome_of
 
 logger = logging.getLogger(__name__)
 WEIGHTS, SAMPLER = "weights", "sampler_weights"
@@ -71,20 +71,20 @@ class Models:
         for threads in (self._calls, self._questions):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    async def ask(self, call: Callable[..., Answer], *given: Any) -> Answer:
+    async def ask(self, call: Callable[..., Answer], *arguments: Any) -> Answer:
         """Return the result of a call that may wait for the database, in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._questions, call, *given)
+        return await asyncio.get_running_loop().run_in_executor(self._questions, call, *arguments)
 
-    async def ask_trainer(self, call: Callable[..., Answer], *given: Any) -> Answer:
+    async def ask_trainer(self, call: Callable[..., Answer], *arguments: Any) -> Answer:
         """Return the result of a call that may wait for the trainer, in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._calls, call, *given)
+        return await asyncio.get_running_loop().run_in_executor(self._calls, call, *arguments)
 
     # Sessions
 
     def create_session(self, key: Key, body: bodies.SessionSent, idempotency: str) -> str:
         """Add a session and return its id; the same one for the same idempotency key, if there is one."""
-        given = f"{key.owner}\0{idempotency}" if idempotency else secrets.token_hex()
-        id = f"s{hashlib.sha256(given.encode()).hexdigest()[:16]}"
+        source = f"{key.owner}\0{idempotency}" if idempotency else secrets.token_hex()
+        id = f"s{hashlib.sha256(source.encode()).hexdigest()[:16]}"
         self.index.add_session(TinkerSession(id, key.owner, body.user_metadata or {}, time.time()))
         return id
 
@@ -217,7 +217,7 @@ class Models:
             return Result.of(answer), is_new
 
         async def begin() -> None:
-            outcome = await told_of(self._calls, work)
+            outcome = await outcome_of(self._calls, work)
             result, is_new = (outcome, False) if isinstance(outcome, Result) else outcome
             if is_new:
                 self.lines.begin(model)
@@ -249,11 +249,11 @@ class Models:
         """Queue a call of a model's line, which fails for an unknown loss; return the request id."""
         line = await self._line(key, batch.model_id, batch.seq_id)
         if batch.loss not in LOSSES:
-            said = (
+            sentence = (
                 f"The loss {batch.loss[:64]!r} is not supported. Use one of {', '.join(LOSSES)}; the recipes "
                 "of the cookbook take `loss_fn=importance_sampling`."
             )
-            return self.lines.refuse(line, batch.seq_id, ConfigError(said))
+            return self.lines.refuse(line, batch.seq_id, ConfigError(sentence))
 
         def work(model: TinkerModel) -> Done:
             refuse_corrupted(model)
@@ -268,14 +268,14 @@ class Models:
     async def optim_step(self, key: Key, body: bodies.OptimStepSent) -> str:
         """Queue a step in a model's line; return the request id."""
         line = await self.find(key, body.model_id)
-        given = body.adam_params or body.optimizer_params or bodies.AdamSent()
-        if isinstance(given, bodies.OptimizerParamsSent) and given.type != "adamw":
-            said = f"The optimizer {given.type!r} is not supported. Use adamw, the default."
-            return self.lines.refuse(line, body.seq_id, ConfigError(said))
+        settings = body.adam_params or body.optimizer_params or bodies.AdamSent()
+        if isinstance(settings, bodies.OptimizerParamsSent) and settings.type != "adamw":
+            sentence = f"The optimizer {settings.type!r} is not supported. Use adamw, the default."
+            return self.lines.refuse(line, body.seq_id, ConfigError(sentence))
 
         def work(model: TinkerModel) -> Done:
             refuse_corrupted(model)
-            metrics = self.backend.optim_step(model, f"{model.id}:{body.seq_id}", given)
+            metrics = self.backend.optim_step(model, f"{model.id}:{body.seq_id}", settings)
             return Done(replace(model, gathered=0), Result.of({"metrics": metrics, "type": "optim_step"}))
 
         return self.lines.submit(line, body.seq_id, work)
@@ -302,8 +302,8 @@ class Models:
         name = body.path
         if name is None:
             if body.sampling_session_seq_id is None:
-                said = "Give a path, or sampling_session_seq_id."
-                return self.lines.refuse(line, body.seq_id, ConfigError(said))
+                sentence = "Give a path, or sampling_session_seq_id."
+                return self.lines.refuse(line, body.seq_id, ConfigError(sentence))
             return self.lines.submit(line, body.seq_id, self._snapshot(body.sampling_session_seq_id))
 
         def work(model: TinkerModel) -> Done:

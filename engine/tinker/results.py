@@ -39,7 +39,7 @@ def failed(sentence: str, by_user: bool) -> Result:
     return Result(body, is_error=True, is_users=by_user)
 
 
-def told(error: GraftworkError) -> Result:
+def error_result(error: GraftworkError) -> Result:
     """Return the answer of a call that one of our errors has ended."""
     return failed(str(error), by_user=error.status < 500 and not isinstance(error, Busy))
 
