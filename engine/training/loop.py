@@ -94,7 +94,7 @@ def open_session(run: Run) -> SessionInfo:
 
     The process that took the last step may have died before it recorded the row, so it is recorded again.
     """
-    config, known = run.config, fitted_policy(run.params, run.policy).config
+    config, policy_config = run.config, fitted_policy(run.params, run.policy).config
     retrying = Retrying(
         retry=retry_if_exception_type(Conflict),
         stop=stop_after_delay(TAKE_OVER_S),
@@ -112,8 +112,8 @@ def open_session(run: Run) -> SessionInfo:
         parent=run.line.parent,
         holder=run.holder,
         config={**config.model_dump(mode="json"), "session": run.line.session, "line_seed": run.line.seed},
-        policy_config=known.model_dump(mode="json"),
-        owner=known.owner,
+        policy_config=policy_config.model_dump(mode="json"),
+        owner=policy_config.owner,
         snapshot_ttl_s=config.snapshot_ttl_s,
     )
     if session.history:
@@ -153,7 +153,7 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
     config, client, rule, began = run.config, run.client, loss_of(run.config.loss), monotonic()
     # Sample, from the adapter as it is now or, with staleness, as it was.
     handed = client.export(session) if session.step or session.parent else None
-    newest, asked = Sampler(session.step, handed.digest if handed else None), monotonic()
+    newest, sampling_start = Sampler(session.step, handed.digest if handed else None), monotonic()
     drawn, sampled = samples_of(run, session, newest), monotonic()
     # Judge.
     judged, first_s = judge(run.verifier, drawn), drawn.seconds
@@ -182,7 +182,7 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
         **drawn.row(),
         **judged.row(),
         **update,
-        wait_s=sampled - asked + refill_s,
+        wait_s=sampled - sampling_start + refill_s,
         reward_s=scored - sampled - refill_s,
         update_s=learned - scored,
         handoff_s=handed.seconds if handed else 0.0,
@@ -227,8 +227,8 @@ def sampler_of(session: SessionInfo, newest: Sampler, step: int) -> Sampler:
 
 def record_step(run: Run, row: Mapping[str, Any]) -> None:
     """Append a step's row to the ledger's spool; the row's id makes a repeated append harmless."""
-    told = {name: value for name, value in row.items() if name not in FOR_RESTARTS}
-    run.spool.emit("train_steps", id=f"{run.line.session}-{row['step']}", **told, **run.identity)
+    fields = {name: value for name, value in row.items() if name not in FOR_RESTARTS}
+    run.spool.emit("train_steps", id=f"{run.line.session}-{row['step']}", **fields, **run.identity)
 
 
 def export_revision(run: Run, session: SessionInfo) -> Exported:

@@ -65,19 +65,19 @@ def warning(rows: Sequence[Row], drawn: Drawn) -> str | None:
 
     `rows` end with the last step's, `drawn` are its samples; the answers are those that repeat most.
     """
-    known = signs(rows[:-1])
-    new = [words for name, words in signs(rows).items() if name not in known]
+    earlier = signs(rows[:-1])
+    new = [words for name, words in signs(rows).items() if name not in earlier]
     if not new:
         return None
     worst = [max(group, key=lambda sample: repeated_share(sample.tokens)) for group in drawn.groups]
     pairs = sorted(zip(drawn.problems, worst, strict=True), key=lambda pair: -repeated_share(pair[1].tokens))[
         :2
     ]
-    said = "; ".join(
+    answers = "; ".join(
         f"{shortened(problem.question)!r} was answered with {shortened(sample.text)!r}"
         for problem, sample in pairs
     )
-    return f"The answers may be collapsing: {', '.join(new)}. {said}."
+    return f"The answers may be collapsing: {', '.join(new)}. {answers}."
 
 
 def refuse_collapse(run: Run, session: SessionInfo) -> None:
@@ -127,12 +127,12 @@ def _examples(run: Run) -> str:
     if drawn is None:
         return ""
     pairs = list(zip(drawn.problems, drawn.groups, strict=True))[:SHOWN]
-    said = (
+    examples = (
         f"{shortened(problem.question)!r} was answered with {shortened(group[0].text)!r}, expected "
         f"{shortened(expected(run.config, problem))!r}"
         for problem, group in pairs
     )
-    return f"Answers: {'; '.join(said)}. "
+    return f"Answers: {'; '.join(examples)}. "
 
 
 def expected(config: PolicyConfig, problem: Problem) -> str:

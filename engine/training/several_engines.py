@@ -111,7 +111,7 @@ class _Step:
         self._ended: SimpleQueue[tuple[int, Groups | BaseException]] = SimpleQueue()
         self._groups: dict[int, list[Sample]] = {}
         # By the number of the request.
-        self._asked: dict[int, tuple[_Piece, str]] = {}
+        self._requests: dict[int, tuple[_Piece, str]] = {}
         self._starts: list[int] = []
         self._waiting: list[tuple[float, _Piece]] = []
 
@@ -172,7 +172,7 @@ class _Step:
     def _send(self, piece: _Piece, url: str) -> None:
         number = len(self._starts)
         self._starts.append(piece.start)
-        self._asked[number] = (piece, url)
+        self._requests[number] = (piece, url)
         background(partial(self._answer, number, url, piece.start, piece.end))
 
     def _answer(self, number: int, url: str, start: int, end: int) -> None:
@@ -185,12 +185,12 @@ class _Step:
     def _take(self, number: int, outcome: Groups | BaseException) -> None:
         """Take an answer, also one that is no longer waited for; hand a failed piece on."""
         if not isinstance(outcome, BaseException):
-            self._asked.pop(number, None)
+            self._requests.pop(number, None)
             self._groups.update(enumerate(outcome, self._starts[number]))
             return
-        if number not in self._asked:
+        if number not in self._requests:
             return
-        piece, url = self._asked.pop(number)
+        piece, url = self._requests.pop(number)
         if not isinstance(outcome, GraftworkError):
             raise outcome
         self._hand_on(piece, url, outcome)
@@ -202,8 +202,8 @@ class _Step:
     def _leave_silent(self) -> None:
         """Hand on what engines were asked that drain, have left or no longer beat."""
         live = self._engines()
-        for number, (piece, url) in list(self._asked.items()):
+        for number, (piece, url) in list(self._requests.items()):
             if url not in live:
-                del self._asked[number]
+                del self._requests[number]
                 error = ServiceError(f"The engine at {url} has left the catalog's live engines.")
                 self._hand_on(piece, url, error)

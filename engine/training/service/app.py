@@ -133,14 +133,14 @@ def state_of(future: Future[Any]) -> dict[str, Any]:
     state = "cancelled" if isinstance(error, Cancelled) else "failed"
     if not isinstance(error, GraftworkError):
         return {"state": state, "kind": "ServiceError", "error": f"The trainer failed: {error!r}."}
-    return {"state": state, **_said(error)}
+    return {"state": state, **_error_fields(error)}
 
 
-def _said(error: GraftworkError) -> dict[str, Any]:
-    said: dict[str, Any] = {"kind": type(error).__name__, "error": str(error)}
+def _error_fields(error: GraftworkError) -> dict[str, Any]:
+    fields: dict[str, Any] = {"kind": type(error).__name__, "error": str(error)}
     if isinstance(error, Busy):
-        said |= {"retry_after_s": error.retry_after_s, "queue": error.queue}
-    return said
+        fields |= {"retry_after_s": error.retry_after_s, "queue": error.queue}
+    return fields
 
 
 async def _answer_error(_: Any, error: GraftworkError) -> JSONResponse:
@@ -148,7 +148,7 @@ async def _answer_error(_: Any, error: GraftworkError) -> JSONResponse:
     status = ServiceError.status if isinstance(error, Busy) else error.status
     # Whole seconds (RFC 9110, section 10.2.3).
     headers = {"Retry-After": str(math.ceil(error.retry_after_s))} if isinstance(error, Busy) else None
-    return JSONResponse(_said(error), status, headers)
+    return JSONResponse(_error_fields(error), status, headers)
 
 
 async def _answer_invalid(request: Any, error: RequestValidationError) -> JSONResponse:
