@@ -84,8 +84,8 @@ def work_beside(controller: Controller) -> list[PeriodicThread]:
     if params.controller.archive:
         place = BackupPlace(params.controller.archive, "The ledger's archive")
         paths, every_s = params.paths, params.controller.archive_s
-        told = partial(controller.tell, "archive")
-        archiver = Archiver(paths.ledger_snapshot, place, catalog.id, paths.ledger_archive, every_s, told)
+        tell = partial(controller.tell, "archive")
+        archiver = Archiver(paths.ledger_snapshot, place, catalog.id, paths.ledger_archive, every_s, tell)
         controller.files.rewritten = archiver.wake
         beside.append(archiver)
     return beside

@@ -86,10 +86,10 @@ class Registry:
         """
         name = f"{owner}.{hashlib.sha256(secret.encode()).hexdigest()[:12]}"
         hooks = self._pages("webhooks", "webhooks", {})
-        known = [hook for hook in hooks if hook["name"].partition(".")[0] == owner]
-        if [(hook["name"], hook["url"]) for hook in known] == [(name, url)]:
+        own_hooks = [hook for hook in hooks if hook["name"].partition(".")[0] == owner]
+        if [(hook["name"], hook["url"]) for hook in own_hooks] == [(name, url)]:
             return
-        for hook in known:
+        for hook in own_hooks:
             self._call("DELETE", f"webhooks/{hook['webhook_id']}", {404})
         events = [{"entity": "MODEL_VERSION_ALIAS", "action": action} for action in ("CREATED", "DELETED")]
         self._call("POST", "webhooks", json={"name": name, "url": url, "events": events, "secret": secret})
@@ -131,9 +131,7 @@ def registered(params: Params, policy: str, digest: str) -> str | None:
             ) from None
 
 
-def _model(answer: dict[str, Any]) -> Model:
-    aliases = {item["alias"]: str(item["version"]) for item in answer.get("aliases", [])}
-    newest = [int(item["version"]) for item in answer.get("latest_versions", [])]
-    return Model(
-        answer["name"], aliases, max(newest, default=0), int(answer.get("last_updated_timestamp", 0))
-    )
+def _model(entry: dict[str, Any]) -> Model:
+    aliases = {item["alias"]: str(item["version"]) for item in entry.get("aliases", [])}
+    newest = [int(item["version"]) for item in entry.get("latest_versions", [])]
+    return Model(entry["name"], aliases, max(newest, default=0), int(entry.get("last_updated_timestamp", 0)))
