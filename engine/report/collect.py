@@ -143,10 +143,11 @@ def sample_answers(ledger: duckdb.DuckDBPyConnection, base: str, row: RevisionRo
     )
     pairs = tuple(
         AnswerPair(
-            told["question"], *(side[item][name] for side in (before, after) for name in ("answer", "score"))
+            answer["question"],
+            *(side[item][name] for side in (before, after) for name in ("answer", "score")),
         )
-        for item, told in after.items()
-        if item in before and told.get("question")
+        for item, answer in after.items()
+        if item in before and answer.get("question")
     )
     return SampleAnswers(row.policy, row.digest, pairs) if pairs else None
 
