@@ -96,8 +96,8 @@ class Places:
         query = select(*columns).where(table.segment.in_({segment for segment, _ in targets}))
         queries = [query]
         if digests is not None:
-            blobs = [bytes.fromhex(digest) for digest in set(digests)]
-            chunks = (blobs[at : at + MOVES] for at in range(0, len(blobs), MOVES))
+            hashes = [bytes.fromhex(digest) for digest in set(digests)]
+            chunks = (hashes[at : at + MOVES] for at in range(0, len(hashes), MOVES))
             queries = [query.where(table.digest.in_(chunk)) for chunk in chunks]
         with self._access.write() as connection:
             rows = [row for query in queries for row in connection.execute(query)]
