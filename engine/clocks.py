@@ -83,11 +83,11 @@ class TrustedClock(SteadyClock):
     def _remember(self) -> None:
         # A missing or damaged file is ignored.
         with suppress(OSError, ValueError, KeyError, TypeError):
-            known = json.loads(self._file.read_text())
-            if known["boot"] == self._boot:
-                ahead = known["ahead"]
+            state = json.loads(self._file.read_text())
+            if state["boot"] == self._boot:
+                ahead = state["ahead"]
                 self._ahead = (float(ahead[0]), float(ahead[1])) if ahead else None
-                self._offset = float(known["offset"])
+                self._offset = float(state["offset"])
 
     def _keep(self) -> None:
         """Write the state when it has changed by more than normal clock drift."""

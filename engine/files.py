@@ -63,8 +63,8 @@ def write_once(path: Path, text: str, mode: int = 0o666) -> str:
             sync(path.parent)
         finally:
             draft.unlink(missing_ok=True)
-    if found := path.read_text().strip():
-        return found
+    if content := path.read_text().strip():
+        return content
     raise OSError(errno.EAGAIN, "it is empty; try again, and remove it if it stays so (a kill left it)")
 
 

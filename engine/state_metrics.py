@@ -25,10 +25,10 @@ class StateMetrics(Collector):
         for path in self._paths.spool.glob("*"):
             # The reader may take it meanwhile.
             with suppress(FileNotFoundError):
-                found = path.stat()
-                if path.suffix in (".jsonl", ".open") and found.st_size:
-                    count, size = count + 1, size + found.st_size
-                    oldest = min(oldest or found.st_mtime, found.st_mtime)
+                stat = path.stat()
+                if path.suffix in (".jsonl", ".open") and stat.st_size:
+                    count, size = count + 1, size + stat.st_size
+                    oldest = min(oldest or stat.st_mtime, stat.st_mtime)
         age_s = max(0.0, now - oldest) if oldest else 0.0
         rejected = sum(1 for _ in self._paths.spool.glob(f"{REJECTED}/*"))
         yield GaugeMetricFamily("graftwork_spool_files", "Files of events that wait.", value=count)

@@ -56,11 +56,11 @@ def archive(snapshot: Path, place: BackupPlace, owner: str, now: float | None = 
             f"{place.address} has the ledger of another installation. Nothing was written. Set "
             "controller.archive to another place."
         )
-    known = _manifest(place)
+    before = _manifest(place)
     with closing(open_snapshot(snapshot)) as ledger:
-        wanted = _contents(ledger)
-        stale = [name for name, what in wanted.items() if known.get(name) != what]
-        gone = [name for name in known if name not in wanted]
+        contents = _contents(ledger)
+        stale = [name for name, what in contents.items() if before.get(name) != what]
+        gone = [name for name in before if name not in contents]
         if place.owner() is None:
             place.write(OWNER, owner.encode())
         for name in stale:
@@ -68,25 +68,25 @@ def archive(snapshot: Path, place: BackupPlace, owner: str, now: float | None = 
     for name in gone:
         place.remove(name)
     # Last: a turn that ends before it writes the same files again.
-    told = {"format": FORMAT, "at": time.time() if now is None else now, "files": wanted}
-    place.write(MANIFEST, json.dumps(told).encode())
-    rows = sum(what["rows"] for what in wanted.values())
-    newest = max((_parts(name)[1] for name in wanted), default=None)
-    return Archived(len(stale), len(gone), len(wanted), rows, newest)
+    manifest = {"format": FORMAT, "at": time.time() if now is None else now, "files": contents}
+    place.write(MANIFEST, json.dumps(manifest).encode())
+    rows = sum(what["rows"] for what in contents.values())
+    newest = max((_parts(name)[1] for name in contents), default=None)
+    return Archived(len(stale), len(gone), len(contents), rows, newest)
 
 
 def _manifest(place: BackupPlace) -> Contents:
     try:
-        told = json.loads(place.read(MANIFEST))
+        manifest = json.loads(place.read(MANIFEST))
     except MissingBytes:
         return {}
-    if told["format"] > FORMAT:
+    if manifest["format"] > FORMAT:
         raise ConfigError(
             f"{place.address} was written by a newer version of Graftwork. Nothing was changed. Upgrade this "
             "one."
         )
-    found: Contents = told["files"]
-    return found
+    contents: Contents = manifest["files"]
+    return contents
 
 
 def _contents(ledger: duckdb.DuckDBPyConnection) -> Contents:
@@ -97,12 +97,12 @@ def _contents(ledger: duckdb.DuckDBPyConnection) -> Contents:
         AND table_name IN (SELECT table_name FROM duckdb_tables()) AND table_name <> 'migrations'
         GROUP BY table_name ORDER BY table_name
     """
-    found: Contents = {}
+    contents: Contents = {}
     for table, columns in ledger.execute(tables).fetchall():
         query = f"SELECT {DAY}, count(*), bit_xor(hash(id, ?)) FROM {table} GROUP BY 1 ORDER BY 1"
         for day, rows, hashed in ledger.execute(query, [columns]).fetchall():
-            found[f"ledger/{table}/day={day}/rows.parquet"] = {"rows": rows, "hash": str(hashed)}
-    return found
+            contents[f"ledger/{table}/day={day}/rows.parquet"] = {"rows": rows, "hash": str(hashed)}
+    return contents
 
 
 def _parts(name: str) -> tuple[str, str]:
@@ -129,11 +129,11 @@ class Archiver(PeriodicThread):
         place: BackupPlace,
         owner: str,
         state: Path,
-        told: Callable[[str | None], None],
+        tell: Callable[[str | None], None],
     ):
         super().__init__("ledger archive", EVERY_S, self.turn)
         self._snapshot, self._place, self._owner = snapshot, place, owner
-        self._state, self._told = state, told
+        self._state, self._tell = state, tell
 
     def turn(self) -> None:
         """Archive once; an error is told, and the next turn does what is left."""
@@ -147,14 +147,14 @@ class Archiver(PeriodicThread):
                 done = archive(self._snapshot, self._place, self._owner)
         except Exception as error:
             self._write({**last, "error": str(error), "error_at": now})
-            self._told(str(error))
+            self._tell(str(error))
             raise
-        told = {"at": now, "files": done.files, "rows": done.rows, "newest_day": done.newest_day}
-        self._write({**told, "place": self._place.address, "error": None})
-        self._told(None)
+        result = {"at": now, "files": done.files, "rows": done.rows, "newest_day": done.newest_day}
+        self._write({**result, "place": self._place.address, "error": None})
+        self._tell(None)
 
-    def _write(self, told: Mapping[str, Any]) -> None:
-        write_whole(self._state, json.dumps({"place": self._place.address, **told}).encode())
+    def _write(self, state: Mapping[str, Any]) -> None:
+        write_whole(self._state, json.dumps({"place": self._place.address, **state}).encode())
 
 
 def read_state(file: Path) -> dict[str, Any]:

@@ -72,14 +72,14 @@ def publish(place: BackupPlace, manifest: BackupManifest) -> Published:
     return Published(name, hashlib.sha256(text).hexdigest())
 
 
-def checked_digest(given: str) -> str:
+def checked_digest(digest: str) -> str:
     """Return the beginning of a digest in small letters; `ConfigError` for what is none, or too short."""
-    if not DIGEST.fullmatch(given.lower()):
+    if not DIGEST.fullmatch(digest.lower()):
         raise ConfigError(
-            f"{given!r} is not the digest of a manifest. Give the 64 hexadecimal digits that `graftwork "
+            f"{digest!r} is not the digest of a manifest. Give the 64 hexadecimal digits that `graftwork "
             "backup` printed, or at least the first 12."
         )
-    return given.lower()
+    return digest.lower()
 
 
 def read(place: BackupPlace, name: str, expected: str = "") -> BackupManifest:
@@ -102,20 +102,20 @@ def read(place: BackupPlace, name: str, expected: str = "") -> BackupManifest:
             "was expected: it is another backup, or somebody has exchanged it. Nothing was changed. Name the "
             f"backup that you mean by {place.address}/{MANIFESTS}/NAME.json, or restore one of another place."
         )
-    found = json.loads(text)
-    if found["format"] != FORMAT:
+    row = json.loads(text)
+    if row["format"] != FORMAT:
         raise ConfigError(
-            f"The backup {name} has format {found['format']}, this code reads {FORMAT}. "
+            f"The backup {name} has format {row['format']}, this code reads {FORMAT}. "
             "Restore it with the version of Graftwork that made it, or a newer one."
         )
-    files = tuple(StoredFile(path, size, tuple(parts)) for path, size, parts in found.pop("files"))
+    files = tuple(StoredFile(path, size, tuple(parts)) for path, size, parts in row.pop("files"))
     for file in files:
         if not _is_inside(file.name):
             raise ConfigError(
                 f"The backup {name} names the file {file.name!r}, which no backup of Graftwork has: somebody "
                 "else wrote it. Nothing was restored."
             )
-    return BackupManifest(**found, files=files)
+    return BackupManifest(**row, files=files)
 
 
 def _is_inside(name: str) -> bool:
@@ -137,10 +137,10 @@ def find(address: str) -> tuple[BackupPlace, str]:
     if chosen in names:
         return place, chosen
     if chosen or not names:
-        known = f" Backups there: {', '.join(names)}." if names else ""
+        others = f" Backups there: {', '.join(names)}." if names else ""
         raise NotFound(
             f"There is no finished backup at {address}. One that was cut off has no manifest and is not "
-            f"restored; `graftwork backup create` there goes on with it.{known}"
+            f"restored; `graftwork backup create` there goes on with it.{others}"
         )
     return place, names[-1]
 

@@ -88,13 +88,13 @@ class BackupPlace:
         """Return a file's bytes; `MissingBytes` when there is none."""
         with self._faults(f"return {name}"):
             try:
-                found: bytes = self._client.cat_file(f"{self._root}/{name}")
+                content: bytes = self._client.cat_file(f"{self._root}/{name}")
             except FileNotFoundError:
                 raise MissingBytes(
                     f"The backup at {self.address} has no {name}. Restore an older backup, or one of another "
                     "place."
                 ) from None
-        return found
+        return content
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
@@ -105,10 +105,10 @@ class BackupPlace:
         """Return the sizes of all files in a folder, by their last name."""
         with self._faults("list its files"):
             try:
-                found: dict[str, Any] = self._client.find(f"{self._root}/{folder}", detail=True)
+                entries: dict[str, Any] = self._client.find(f"{self._root}/{folder}", detail=True)
             except FileNotFoundError:
                 return {}
-        return {path.rpartition("/")[2]: entry["size"] for path, entry in found.items()}
+        return {path.rpartition("/")[2]: entry["size"] for path, entry in entries.items()}
 
     def _faults(self, wish: str) -> AbstractContextManager[None]:
         """Translate any error of the place's client into one `ServiceError`."""

@@ -45,22 +45,22 @@ class BackupWriter:
         Such bytes never change, so what the backup `before` has of them is not read again. A segment that is
         gone is left out, and is in `missing`.
         """
-        known = before.parts[: min(before.size, end) // PART] if before else ()
+        parts = before.parts[: min(before.size, end) // PART] if before else ()
         if before and before.size == end:
-            known = before.parts
-        known = known if all(part in self._there for part in known) else ()
-        at = min(len(known) * PART, end)
+            parts = before.parts
+        parts = parts if all(part in self._there for part in parts) else ()
+        at = min(len(parts) * PART, end)
         rest = store.chunks(Location(segment, at, end - at, ""))
         try:
-            self.add_parts(f"store/{segment}", _regrouped(rest), known, at)
+            self.add_parts(f"store/{segment}", _regrouped(rest), parts, at)
         except MissingBytes:
             self.missing.append(segment)
 
     def add_parts(
-        self, name: str, parts: Iterable[bytes], known: tuple[str, ...] = (), size: int = 0
+        self, name: str, parts: Iterable[bytes], stored_parts: tuple[str, ...] = (), size: int = 0
     ) -> None:
-        """Add a file from its bytes; its first `size` bytes are the `known` parts, which the place has."""
-        checksums = list(known)
+        """Add a file from its bytes; its first `size` bytes are the `stored_parts`, which the place has."""
+        checksums = list(stored_parts)
         for part in parts:
             checksum = checksum_of(part)
             if self._there.get(checksum) != len(part):

@@ -83,17 +83,17 @@ def unrecorded(connection: Connection, action: str, subject: str, before: Values
     """Record nothing of a change."""
 
 
-def schema_fault(label: str, found: str) -> str:
+def schema_fault(label: str, version: str) -> str:
     """Return what is wrong with a catalog of another schema than this code's, and what to do."""
-    told = f"The catalog {label} has schema {found}, this code needs {SCHEMA_VERSION}."
-    if found > SCHEMA_VERSION:
+    sentence = f"The catalog {label} has schema {version}, this code needs {SCHEMA_VERSION}."
+    if version > SCHEMA_VERSION:
         return (
-            f"{told} A newer version of Graftwork shares it: upgrade this installation. What runs already "
-            "goes on; nothing was changed."
+            f"{sentence} A newer version of Graftwork shares it: upgrade this installation. What runs "
+            "already goes on; nothing was changed."
         )
-    if found < OLDEST_SCHEMA:
-        return f"{told} {UPGRADE_FIRST}"
-    return f"{told} Start an engine or the controller of this version once: it migrates the catalog."
+    if version < OLDEST_SCHEMA:
+        return f"{sentence} {UPGRADE_FIRST}"
+    return f"{sentence} Start an engine or the controller of this version once: it migrates the catalog."
 
 
 class Access:
@@ -195,9 +195,9 @@ class Access:
 
     def _refuse_while_silent(self) -> float:
         """Raise `ServiceError` during a back-off; return the time."""
-        now, (until, said) = time.monotonic(), self._silent
+        now, (until, fault) = time.monotonic(), self._silent
         if now < until:
-            raise ServiceError(said)
+            raise ServiceError(fault)
         return now
 
     def _note_silence(self, error: Exception, began: float) -> None:
@@ -206,8 +206,8 @@ class Access:
         # mean that the server is down.
         connects = isinstance(error, OperationalError) and error.statement is None
         if connects and took_s >= SILENT_S and not self.is_sqlite:
-            said = f"The catalog {self.label} did not answer within {took_s:.1f} s. It is asked again soon."
-            self._silent = time.monotonic() + min(SILENT_MOST_S, took_s), said
+            fault = f"The catalog {self.label} did not answer within {took_s:.1f} s. It is asked again soon."
+            self._silent = time.monotonic() + min(SILENT_MOST_S, took_s), fault
 
     def _check_schema(self) -> None:
         query = "SELECT version_num FROM alembic_version"
@@ -221,9 +221,9 @@ class Access:
             raise ServiceError(f"The catalog {self.label} cannot be read: {error.orig}.") from error
         except (sqlite3.DatabaseError, DatabaseError) as error:
             raise ConfigError(f"{self.label} is not a catalog of Graftwork: {error}.") from None
-        found = row[0] if row else "none"
-        if found != SCHEMA_VERSION:
-            raise ConfigError(schema_fault(self.label, found))
+        version = row[0] if row else "none"
+        if version != SCHEMA_VERSION:
+            raise ConfigError(schema_fault(self.label, version))
 
     # Rows
 

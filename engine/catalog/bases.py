@@ -32,15 +32,15 @@ class Bases(CatalogPart):
             connection.execute(
                 query.on_conflict_do_update(index_elements=["digest"], set_={"path": base.path})
             )
-            known = connection.execute(
+            texts = connection.execute(
                 select(columns.texts).where(columns.digest == base.digest)
             ).scalar_one()
-            if base.texts and base.texts[-1:] != known[-1:]:
-                if known:
-                    refuse_changed(base.name, known[-1], base.texts[-1], accepted)
-                    before, after = {"text_files": known[-1]}, {"text_files": base.texts[-1]}
+            if base.texts and base.texts[-1:] != texts[-1:]:
+                if texts:
+                    refuse_changed(base.name, texts[-1], base.texts[-1], accepted)
+                    before, after = {"text_files": texts[-1]}, {"text_files": base.texts[-1]}
                     self._access.record(connection, "base.text", base.digest, before, after)
-                connection.execute(update.values(texts=[*known, base.texts[-1]]))
+                connection.execute(update.values(texts=[*texts, base.texts[-1]]))
 
     def register(self, base: "BaseInfo", accepted: str | None = None) -> None:
         """Add a base that is ready to be loaded. Raises as `add`."""
@@ -73,10 +73,10 @@ class Bases(CatalogPart):
 
 
 def refuse_changed(
-    name: str, known: Mapping[str, str], found: Mapping[str, str], accepted: str | None = None
+    name: str, before: Mapping[str, str], texts: Mapping[str, str], accepted: str | None = None
 ) -> None:
     """Raise `BaseModelError` where a base's text files are not the known ones, unless they are accepted."""
-    changed, digest = changed_files(known, found), text_digest(found)
+    changed, digest = changed_files(before, texts), text_digest(texts)
     if changed and not (accepted and digest.startswith(accepted)):
         raise BaseModelError(
             f"The base {name!r} is not the one that its revisions were trained and scored with: "

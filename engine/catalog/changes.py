@@ -74,8 +74,8 @@ class Changes:
                 return 0, set() if seen == 0 else None
             if seen + 1 < oldest or seen > newest:
                 return newest, None
-            found = select(table.policy).where(table.id > seen).distinct()
-            return newest, set(connection.execute(found).scalars())
+            policies = select(table.policy).where(table.id > seen).distinct()
+            return newest, set(connection.execute(policies).scalars())
 
 
 def tell(connection: Connection, *policies: str | None) -> None:

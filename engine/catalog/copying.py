@@ -102,7 +102,7 @@ def require_empty(target: str) -> None:
         return
     engine = open_engine(target)
     try:
-        with _said("a backup", target), engine.connect() as connection:
+        with _database_faults("a backup", target), engine.connect() as connection:
             _refuse_used(connection, target)
     finally:
         engine.dispose()
@@ -113,7 +113,7 @@ def _fill(old: Access, target: str, on_rows: OnRows) -> dict[str, int]:
     try:
         with (
             old.read(old.moment) as source,
-            _said(old.label, target),
+            _database_faults(old.label, target),
             engine.execution_options(write=True).begin() as connection,
         ):
             _refuse_used(connection, target)
@@ -162,7 +162,7 @@ def _taken(target: str) -> Conflict:
 
 
 @contextmanager
-def _said(source: str, target: str) -> Iterator[None]:
+def _database_faults(source: str, target: str) -> Iterator[None]:
     try:
         yield
     except DatabaseError as error:

@@ -52,7 +52,7 @@ class Lifecycle:
                 tell(connection, policy)
                 action = "revision.unretire" if back else "revision.retire"
                 self._access.record(connection, action, f"{policy}@{digest}", None, values)
-        return self._found(policy, digest)
+        return self._revision(policy, digest)
 
     def set_expiry(self, policy: str, digest: str, expires_at: float | None) -> None:
         """Set when a revision expires (epoch seconds); None: never."""
@@ -97,7 +97,7 @@ class Lifecycle:
                 tell(connection, policy)
         return removed
 
-    def _found(self, policy: str, digest: str) -> Revision:
+    def _revision(self, policy: str, digest: str) -> Revision:
         row = self._rows.find(policy, digest)
         if row is None:
             raise NotFound(f"Policy {policy!r} has no revision {digest[:12]!r} in the catalog.")
@@ -109,5 +109,5 @@ def _named(
 ) -> set[tuple[str, str]]:
     """Return the revisions (policy, digest) that these columns name in the rows that match `which`."""
     query = select(rows.c.policy, *(rows.c[name] for name in columns)).distinct()
-    found = connection.execute(query.where(rows.c.policy.in_(policies), *which))
-    return {(row.policy, digest) for row in found for digest in row[1:] if digest}
+    matches = connection.execute(query.where(rows.c.policy.in_(policies), *which))
+    return {(row.policy, digest) for row in matches for digest in row[1:] if digest}

@@ -134,32 +134,30 @@ class Keys:
         """
         whole = hash_key(prefix) if prefix.startswith((OURS, TINKERS)) else None
         now = self.now()
-        found = [
+        keys = [
             key
             for key in reversed(self.all())
             if key.is_in_force(now)
             and (key.hash == whole if whole else key.id.startswith(prefix) or key.hash.startswith(prefix))
         ]
-        if not found:
+        if not keys:
             raise NotFound(f"No key in force begins with {prefix[:12]!r}. `graftwork key ls` lists them.")
-        if len({key.id for key in found}) > 1:
-            raise Conflict(f"{len(found)} keys begin with {prefix!r}; give more of its characters.")
-        return found
+        if len({key.id for key in keys}) > 1:
+            raise Conflict(f"{len(keys)} keys begin with {prefix!r}; give more of its characters.")
+        return keys
 
     def revoke(self, prefix: str) -> Key:
         """Revoke the key that `match` finds, with its rotated ones; return it. Raises as `match`."""
-        found = self.match(prefix)
+        keys = self.match(prefix)
         now = time.time()
-        change = update(tables.keys).where(
-            tables.keys.c.id == found[0].id, tables.keys.c.revoked_at.is_(None)
-        )
+        change = update(tables.keys).where(tables.keys.c.id == keys[0].id, tables.keys.c.revoked_at.is_(None))
         with self._access.write() as connection:
             if connection.execute(change.values(revoked_at=now)).rowcount:
                 self._access.record(
-                    connection, "key.revoke", found[0].id, {"revoked_at": None}, {"revoked_at": now}
+                    connection, "key.revoke", keys[0].id, {"revoked_at": None}, {"revoked_at": now}
                 )
             tell(connection, None)
-        return found[0]
+        return keys[0]
 
     def revoke_all(self) -> int:
         """Revoke every key, those that have expired too; return how many there were, by their ids."""
@@ -179,11 +177,11 @@ class Keys:
 
         The old one is in force for another `overlap_s`. Raises as `match`.
         """
-        found, now = self.match(prefix), time.time()
-        plaintext, row = fresh(replace(found[0], created_at=now))
+        keys, now = self.match(prefix), time.time()
+        plaintext, row = fresh(replace(keys[0], created_at=now))
         with self._access.write() as connection:
             self._add(connection, row)
-            for key in found:
+            for key in keys:
                 ends = min(now + overlap_s, key.expires_at or math.inf)
                 old = update(tables.keys).where(tables.keys.c.hash == key.hash)
                 connection.execute(old.values(expires_at=ends))
@@ -191,7 +189,7 @@ class Keys:
                 connection,
                 "key.rotate",
                 row.id,
-                {"hash": found[0].hash[:SHOWN]},
+                {"hash": keys[0].hash[:SHOWN]},
                 {"hash": row.hash[:SHOWN], "overlap_s": overlap_s},
             )
         return plaintext
@@ -206,16 +204,16 @@ class Keys:
 
         Raises as `match` and `create`.
         """
-        found = self.match(prefix)
-        changed = replace(found[0], limits=checked_limits(limits))
+        keys = self.match(prefix)
+        changed = replace(keys[0], limits=checked_limits(limits))
         if policies is not None:
             refuse_patterns(policies)
             changed = replace(changed, policies=[*policies])
-        change = update(tables.keys).where(tables.keys.c.hash.in_([key.hash for key in found]))
+        change = update(tables.keys).where(tables.keys.c.hash.in_([key.hash for key in keys]))
         with self._access.write() as connection:
             refuse_overlap(connection, changed)
             connection.execute(change.values(limits=changed.limits, policies=changed.policies))
-            self._access.record(connection, "key.limits", changed.id, shown(found[0]), shown(changed))
+            self._access.record(connection, "key.limits", changed.id, shown(keys[0]), shown(changed))
             tell(connection, None)
         return changed
 
@@ -241,10 +239,10 @@ class Keys:
             raise ConfigError(f"The tenant {LOCAL!r} is the installation itself: it cannot be suspended.")
         if all(key.owner != name for key in self.all()):
             raise NotFound(f"No key belongs to a tenant {name!r}. `graftwork key ls` lists them.")
-        if not (said := reason.strip()):
+        if not (sentence := reason.strip()):
             raise ConfigError("A suspension needs a reason, which the tenant reads.")
-        said += "." if said[-1].isalnum() else ""
-        return self._change_tenant("tenant.suspend", name, suspended_at=time.time(), suspended_for=said)
+        sentence += "." if sentence[-1].isalnum() else ""
+        return self._change_tenant("tenant.suspend", name, suspended_at=time.time(), suspended_for=sentence)
 
     def resume(self, name: str) -> Tenant:
         """Take a tenant's requests again; return it. Raises `NotFound` when it is not suspended."""
@@ -260,8 +258,8 @@ class Keys:
         """Change a tenant's row in one transaction, which gateways are told of; return it."""
         query = select(tables.tenants).where(tables.tenants.c.name == name)
         with self._access.write() as connection:
-            found = connection.execute(query).one_or_none()
-            before = Tenant(**found._mapping) if found else Tenant(name)
+            tenant_row = connection.execute(query).one_or_none()
+            before = Tenant(**tenant_row._mapping) if tenant_row else Tenant(name)
             row = replace(before, **changes)
             connection.execute(self._access.put(tables.tenants, row))
             self._access.record(connection, action, name, asdict(before), asdict(row))
@@ -288,23 +286,23 @@ def as_tinkers(plaintext: str) -> str:
 
 def roles_of(roles: str | Iterable[str]) -> list[str]:
     """Return roles by their names, or by a name of `SCOPES`. Raises `ConfigError` for an unknown one."""
-    given = SCOPES.get(roles, (roles,)) if isinstance(roles, str) else tuple(roles)
-    unknown = [role for role in given if role not in ROLES]
-    if unknown or not given:
+    names = SCOPES.get(roles, (roles,)) if isinstance(roles, str) else tuple(roles)
+    unknown = [role for role in names if role not in ROLES]
+    if unknown or not names:
         raise ConfigError(
             f"A key's roles are of {', '.join(ROLES)}, or its scope is one of {', '.join(SCOPES)}; "
             f"not {', '.join(map(repr, unknown)) or 'none'}."
         )
-    return [role for role in ROLES if role in given]
+    return [role for role in ROLES if role in names]
 
 
 def checked_limits(limits: dict[str, float]) -> dict[str, float]:
     """Return limits that are known and not negative. Raises `ConfigError` for others."""
-    known = [field.name for field in fields(Limits)]
+    limit_names = [field.name for field in fields(Limits)]
     for name, value in limits.items():
-        if name not in known or value < 0 or (name == "load_share" and value > 1):
+        if name not in limit_names or value < 0 or (name == "load_share" and value > 1):
             raise ConfigError(
-                f"{name}={value:g} is not a limit. Limits are {', '.join(known)}; none is below 0, and "
+                f"{name}={value:g} is not a limit. Limits are {', '.join(limit_names)}; none is below 0, and "
                 "load_share is at most 1."
             )
     return limits
@@ -346,10 +344,10 @@ def refuse_overlap(connection: Connection, key: Key) -> None:
             )
     tenants = {other.owner for other in others}
     for pattern in key.policies:
-        if (found := _owned(connection, pattern, tenants)) is not None:
+        if (policy := _owned(connection, pattern, tenants)) is not None:
             raise Conflict(
-                f"{pattern!r} covers the policy {found.name!r} of tenant {found.owner!r}. Two tenants cannot "
-                "share policies: choose other names, or erase that tenant."
+                f"{pattern!r} covers the policy {policy.name!r} of tenant {policy.owner!r}. Two tenants "
+                "cannot share policies: choose other names, or erase that tenant."
             )
 
 

@@ -50,12 +50,12 @@ class Listing:
 
     def parents(self, policy: str, digest: str, limit: int = 100) -> list[Revision]:
         """Return a revision's known ancestors, its parent first."""
-        found: list[Revision] = []
+        parents: list[Revision] = []
         row = self._rows.find(policy, digest)
-        while row and row.parent and len(found) < limit:
+        while row and row.parent and len(parents) < limit:
             if row := self._rows.find(policy, row.parent):
-                found.append(row)
-        return found
+                parents.append(row)
+        return parents
 
     def children(self, policy: str, digest: str, limit: int = 100) -> list[Revision]:
         """Return the exported revisions trained from this one, oldest first."""

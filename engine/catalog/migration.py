@@ -46,15 +46,15 @@ def upgrade(connection: Connection) -> None:
 
     Raises `ConfigError` for a schema of a newer version, or of one that is too old for this step.
     """
-    found = _version(connection)
-    if found is None:
+    database_version = _version(connection)
+    if database_version is None:
         _create(connection)
-    elif found > SCHEMA_VERSION or found < OLDEST_SCHEMA:
-        raise ConfigError(schema_fault(str(connection.engine.url.database), found))
-    elif found < SCHEMA_VERSION:
+    elif database_version > SCHEMA_VERSION or database_version < OLDEST_SCHEMA:
+        raise ConfigError(schema_fault(str(connection.engine.url.database), database_version))
+    elif database_version < SCHEMA_VERSION:
         tables.metadata.create_all(connection)
         for version in sorted(ADDED):
-            if version > found:
+            if version > database_version:
                 _execute(connection, ADDED[version])
         connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{SCHEMA_VERSION}'")
 
@@ -62,8 +62,8 @@ def upgrade(connection: Connection) -> None:
 def _version(connection: Connection) -> str | None:
     if not inspect(connection).has_table("alembic_version"):
         return None
-    found = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
-    return None if found is None else str(found)
+    version = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
+    return None if version is None else str(version)
 
 
 def _create(connection: Connection) -> None:

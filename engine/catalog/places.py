@@ -66,9 +66,9 @@ class Places:
         last, digest, places = (b"", ""), b"", set[tuple[int, int]]()
         with self._access.read() as connection:
             while rows := connection.execute(query.where(tuple_(table.digest, table.policy) > last)).all():
-                for found, _, segment, offset, length in rows:
-                    if found != digest:
-                        digest, places = found, set()
+                for row_digest, _, segment, offset, length in rows:
+                    if row_digest != digest:
+                        digest, places = row_digest, set()
                     if (segment, offset) not in places:
                         places.add((segment, offset))
                         used[segment] += room(length)
@@ -96,8 +96,8 @@ class Places:
         query = select(*columns).where(table.segment.in_({segment for segment, _ in targets}))
         queries = [query]
         if digests is not None:
-            wanted = [bytes.fromhex(digest) for digest in set(digests)]
-            chunks = (wanted[at : at + MOVES] for at in range(0, len(wanted), MOVES))
+            hashes = [bytes.fromhex(digest) for digest in set(digests)]
+            chunks = (hashes[at : at + MOVES] for at in range(0, len(hashes), MOVES))
             queries = [query.where(table.digest.in_(chunk)) for chunk in chunks]
         with self._access.write() as connection:
             rows = [row for query in queries for row in connection.execute(query)]

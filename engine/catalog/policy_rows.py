@@ -37,22 +37,22 @@ class Policies:
 
     def add_many(self, policies: Iterable[Policy], again: bool = False) -> None:
         """Add policies as `add` does, 1,000 a transaction; a refusal keeps the transactions before it."""
-        given = iter(policies)
-        while some := list(islice(given, POLICIES)):
+        rest = iter(policies)
+        while some := list(islice(rest, POLICIES)):
             with self._access.write() as connection:
                 self._add(connection, some, again)
 
     def _add(self, connection: Connection, policies: Sequence[Policy], again: bool) -> None:
         table = tables.policies
-        found = connection.execute(select(table).where(table.c.name.in_([one.name for one in policies])))
-        known = {row.name: Policy(**row._mapping) for row in found}
+        rows = connection.execute(select(table).where(table.c.name.in_([one.name for one in policies])))
+        stored = {row.name: Policy(**row._mapping) for row in rows}
         new: dict[str, Policy] = {}
         for policy in policies:
-            before = known.get(policy.name) or new.get(policy.name, policy)
+            before = stored.get(policy.name) or new.get(policy.name, policy)
             fault = taken(policy.name, (before.owner, before.base), (policy.owner, policy.base))
             if fault:
                 raise Conflict(fault)
-            if policy.name in known:
+            if policy.name in stored:
                 if before.config != policy.config:
                     self._access.record(
                         connection, "policy.change", policy.name, before.config, policy.config
@@ -93,12 +93,12 @@ class Policies:
         """Return (owner, base) of those of these policies that exist."""
         table = tables.policies.c
         query = select(table.name, table.owner, table.base)
-        found: dict[str, tuple[str, str]] = {}
+        owners: dict[str, tuple[str, str]] = {}
         with self._access.read() as connection:
             for at in range(0, len(names), POLICIES):
                 rows = connection.execute(query.where(table.name.in_(names[at : at + POLICIES])))
-                found |= {name: (owner, base) for name, owner, base in rows}
-        return found
+                owners |= {name: (owner, base) for name, owner, base in rows}
+        return owners
 
     def count(self) -> int:
         """Return how many policies there are."""
@@ -106,13 +106,13 @@ class Policies:
             return int(connection.execute(select(func.count()).select_from(tables.policies)).scalar_one())
 
 
-def taken(name: str, known: tuple[str, str], wanted: tuple[str, str]) -> str | None:
+def taken(name: str, holder: tuple[str, str], claimant: tuple[str, str]) -> str | None:
     """Return why a policy of one (owner, base) cannot be used as one of another; None when it can."""
-    if known[0] != wanted[0]:
-        return f"Policy {name!r} belongs to {known[0]!r}; choose another name."
-    if known[1] != wanted[1]:
+    if holder[0] != claimant[0]:
+        return f"Policy {name!r} belongs to {holder[0]!r}; choose another name."
+    if holder[1] != claimant[1]:
         return (
-            f"Policy {name!r} is trained on base {known[1][:12]}, not on base {wanted[1][:12]}; choose "
+            f"Policy {name!r} is trained on base {holder[1][:12]}, not on base {claimant[1][:12]}; choose "
             "another name or another state_dir."
         )
     return None

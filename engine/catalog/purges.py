@@ -75,15 +75,15 @@ class Purges(CatalogPart):
         """Return which of these names were purged and not used again."""
         names, there = list(policies), select(tables.policies.c.name)
         marks = tables.purged.c
-        found: set[str] = set()
+        purged: set[str] = set()
         with self._access.read() as connection:
             for at in range(0, len(names), CHUNK):
                 query = select(marks.policy).where(
                     marks.policy.in_(names[at : at + CHUNK]),
                     ~there.where(tables.policies.c.name == marks.policy).exists(),
                 )
-                found.update(connection.execute(query).scalars())
-        return found
+                purged.update(connection.execute(query).scalars())
+        return purged
 
     def _remove_revisions(self, policy: str) -> int:
         table = tables.revisions.c
@@ -102,12 +102,12 @@ def refuse_purged(connection: Connection, policies: Collection[str]) -> None:
     gone, known = tables.purged.c, tables.policies.c
     there = select(known.name).where(known.name == gone.policy)
     query = select(gone.policy).where(~there.exists()).order_by(gone.policy)
-    wanted, found = list(policies), list[str]()
-    for at in range(0, len(wanted), NAMES):
-        found += connection.execute(query.where(gone.policy.in_(wanted[at : at + NAMES]))).scalars()
-    if found:
+    names, purged = list(policies), list[str]()
+    for at in range(0, len(names), NAMES):
+        purged += connection.execute(query.where(gone.policy.in_(names[at : at + NAMES]))).scalars()
+    if purged:
         raise Purged(
-            f"Policy {found[0]!r} was purged. Create it again to publish revisions of it.", tuple(found)
+            f"Policy {purged[0]!r} was purged. Create it again to publish revisions of it.", tuple(purged)
         )
 
 

@@ -71,11 +71,11 @@ class Releases(CatalogPart):
         values = changes | {"version": expected_version + 1, "updated_at": time.time()}
         change = update(tables.releases).where(table.id == id, table.version == expected_version)
         with self._access.write() as connection:
-            known = connection.execute(select(tables.releases).where(table.id == id)).one_or_none()
+            old_row = connection.execute(select(tables.releases).where(table.id == id)).one_or_none()
             row = connection.execute(change.values(**values).returning(tables.releases)).one_or_none()
             if row:
                 tell(connection, row.policy)
-                before, after = (_shown(dict(one._mapping)) for one in (known or row, row))
+                before, after = (_shown(dict(one._mapping)) for one in (old_row or row, row))
                 if before != after:
                     self._access.record(connection, "release.change", row.policy, before, after)
         if row is None:

@@ -89,10 +89,10 @@ class RevisionRows:
             return None
         query = self._find_by_prefix if len(digest_prefix) > SHORT_PREFIX else self._find_short
         rows = self._access.quick(query, (*between, policy))
-        found = self.decode([row[: len(COLUMNS)] for row in rows])
-        if len(found) > 1:
-            raise _ambiguous(policy, digest_prefix, [row.digest for row in found[:CANDIDATES]])
-        return Standing(found[0], *rows[0][len(COLUMNS) :]) if found else None
+        revisions = self.decode([row[: len(COLUMNS)] for row in rows])
+        if len(revisions) > 1:
+            raise _ambiguous(policy, digest_prefix, [row.digest for row in revisions[:CANDIDATES]])
+        return Standing(revisions[0], *rows[0][len(COLUMNS) :]) if revisions else None
 
     def change(self, policy: str, digest: str, **values: Any) -> None:
         """Change a revision's row; `NotFound` when there is none."""
@@ -107,17 +107,17 @@ class RevisionRows:
         words = self.words({row[at] for row in rows for at in (BASE, LAYOUT, SEGMENT, OWNER)})
         return [decode(row, words) for row in rows]
 
-    def intern(self, wanted: Iterable[str]) -> dict[str, int]:
+    def intern(self, names: Iterable[str]) -> dict[str, int]:
         """Return the ids of strings, adding new ones. Not within a write transaction."""
-        words, known, table = set(wanted), self._ids, tables.names
+        words, known, table = set(names), self._ids, tables.names
         ids = {word: known[word] for word in words if word in known}
         missing = [word for word in words if word not in ids]
         if missing:
             with self._access.write() as connection:
                 new = self._access.insert(table).on_conflict_do_nothing()
                 connection.execute(new, [{"name": word} for word in missing])
-                found = _named(connection, table.c.name, missing)
-            ids |= self._remember(found)
+                word_rows = _named(connection, table.c.name, missing)
+            ids |= self._remember(word_rows)
         return ids
 
     def words(self, ids: Collection[int]) -> dict[int, str]:
@@ -126,17 +126,17 @@ class RevisionRows:
         words = {id: known[id] for id in ids if id in known}
         if len(words) < len(ids):
             with self._access.read() as connection:
-                found = _named(connection, table.c.id, [id for id in ids if id not in words])
-            self._remember(found)
-            words |= {row.id: row.name for row in found}
+                rows = _named(connection, table.c.id, [id for id in ids if id not in words])
+            self._remember(rows)
+            words |= {row.id: row.name for row in rows}
         return words
 
-    def _remember(self, found: Sequence[Any]) -> dict[str, int]:
-        ids = {row.name: row.id for row in found}
+    def _remember(self, rows: Sequence[Any]) -> dict[str, int]:
+        ids = {row.name: row.id for row in rows}
         if len(self._names) + len(ids) > WORDS:
             self._ids, self._names = {}, {}
         self._ids |= ids
-        self._names |= {row.id: row.name for row in found}
+        self._names |= {row.id: row.name for row in rows}
         return ids
 
 
@@ -256,8 +256,8 @@ def _ambiguous(policy: str, digest_prefix: str, digests: Sequence[str]) -> Ambig
     )
 
 
-def _named(connection: Connection, column: Column[Any], wanted: Sequence[Any]) -> list[Any]:
+def _named(connection: Connection, column: Column[Any], values: Sequence[Any]) -> list[Any]:
     """Return the rows of `names` with one of these values in a column."""
     query = select(tables.names)
-    chunks = (wanted[at : at + CHUNK] for at in range(0, len(wanted), CHUNK))
+    chunks = (values[at : at + CHUNK] for at in range(0, len(values), CHUNK))
     return [row for chunk in chunks for row in connection.execute(query.where(column.in_(chunk)))]

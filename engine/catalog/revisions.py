@@ -100,10 +100,10 @@ class Revisions:
 
         Raises `NotFound`, or `Ambiguous` with the candidates when there are several.
         """
-        found = self.standing(policy, digest_prefix)
-        if found is None:
+        standing = self.standing(policy, digest_prefix)
+        if standing is None:
             raise self._unknown.missing(policy, digest_prefix)
-        return found.revision
+        return standing.revision
 
     def copies(self, policy: str, digest: str) -> list[tuple[Revision, bool]]:
         """Return rows of this whole digest, the policy's own first, and whether each is in quarantine.
@@ -120,8 +120,8 @@ class Revisions:
         )
         with self._access.read(self._access.single) as connection:
             rows = connection.execute(query).all()
-        found = self._rows.decode([row[:-1] for row in rows])
-        return [(row, reason is not None) for row, (*_, reason) in zip(found, rows, strict=True)]
+        revisions = self._rows.decode([row[:-1] for row in rows])
+        return [(row, reason is not None) for row, (*_, reason) in zip(revisions, rows, strict=True)]
 
     def page(
         self,

@@ -44,12 +44,12 @@ class Routes(CatalogPart):
 
     def among(self, policies: Collection[str]) -> set[str]:
         """Return which of these policies have a route."""
-        table, names, found = tables.routes.c, list(policies), set[str]()
+        table, names, routed_policies = tables.routes.c, list(policies), set[str]()
         with self._access.read() as connection:
             for at in range(0, len(names), CHUNK):
-                wanted = table.policy.in_(names[at : at + CHUNK])
-                found |= set(connection.execute(select(table.policy).where(wanted)).scalars())
-        return found
+                condition = table.policy.in_(names[at : at + CHUNK])
+                routed_policies |= set(connection.execute(select(table.policy).where(condition)).scalars())
+        return routed_policies
 
     def first_policies(self, limit: int, patterns: Sequence[str] = ()) -> list[str]:
         """Return the names of the first policies that `patterns` (none: all) cover, in order of names."""
@@ -75,8 +75,8 @@ class Routes(CatalogPart):
             refuse_retired(connection, route.policy, [route.champion, route.canary])
             # A revision that is routed already may stay, or a missing champion would block removing a bad
             # canary.
-            known = connection.execute(select(tables.routes).where(table.policy == route.policy)).first()
-            before = dict(known._mapping) if known else {}
+            row = connection.execute(select(tables.routes).where(table.policy == route.policy)).first()
+            before = dict(row._mapping) if row else {}
             served = {before.get("champion"), before.get("canary")}
             refuse_missing(connection, route.policy, {route.champion, route.canary} - served)
             values = vars(route) | {"version": expected_version + 1, "updated_at": time.time()}
@@ -111,9 +111,9 @@ def refuse_missing(connection: Connection, policy: str, digests: Collection[str 
 def refuse_retired(connection: Connection, policy: str, digests: Sequence[str | None]) -> None:
     """Raise `Conflict` when one of these revisions is retired."""
     table = tables.revisions.c
-    wanted = [blob(digest) for digest in digests if digest]
+    blobs = [blob(digest) for digest in digests if digest]
     query = select(table.digest, table.retired_reason).where(
-        table.digest.in_(wanted), table.policy == policy, table.retired_at.is_not(None)
+        table.digest.in_(blobs), table.policy == policy, table.retired_at.is_not(None)
     )
     retired = connection.execute(query).first()
     if retired:

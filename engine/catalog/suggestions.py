@@ -59,8 +59,8 @@ class Suggestions(UnknownNames):
                 after = alike.where(table.name >= name).order_by(table.name)
                 before = alike.where(table.name < name).order_by(table.name.desc())
                 sides = (connection.execute(side.limit(ALIKE // 2)).scalars() for side in (after, before))
-                if found := [near for side in sides for near in side]:
-                    return difflib.get_close_matches(name, found, n=NEAREST, cutoff=0.0)
+                if names := [near for side in sides for near in side]:
+                    return difflib.get_close_matches(name, names, n=NEAREST, cutoff=0.0)
         return []
 
     def _nearest_digests(self, policy: str, prefix: str) -> list[str]:
@@ -75,8 +75,8 @@ class Suggestions(UnknownNames):
             alike = select(table.digest).where(table.digest >= between[0], table.digest <= between[1])
             queries.append(alike.where(table.policy.concat("") == policy).limit(NEIGHBOURS))
         with self._access.read() as connection:
-            found = {digest.hex() for query in queries for digest in connection.execute(query).scalars()}
-        return sorted(found, key=lambda digest: (-_shared(digest, digits), digest))[:NEAREST]
+            digests = {digest.hex() for query in queries for digest in connection.execute(query).scalars()}
+        return sorted(digests, key=lambda digest: (-_shared(digest, digits), digest))[:NEAREST]
 
     def _knows(self, policy: str) -> bool:
         table = tables.policies.c

@@ -63,11 +63,11 @@ def rows_of(name: str, kind: type[Any], key: tuple[str, ...], *others: Column[An
 
     `others` are indexes, columns in the place of a field's, and columns before all fields.
     """
-    given = {other.name: other for other in others if isinstance(other, Column)}
+    extras = {other.name: other for other in others if isinstance(other, Column)}
     columns = [
-        _column(field, key) if field.name not in given else given.pop(field.name) for field in fields(kind)
+        _column(field, key) if field.name not in extras else extras.pop(field.name) for field in fields(kind)
     ]
-    return Table(name, metadata, *given.values(), *columns, *(it for it in others if isinstance(it, Index)))
+    return Table(name, metadata, *extras.values(), *columns, *(it for it in others if isinstance(it, Index)))
 
 
 def _column(field: Field[Any], key: tuple[str, ...]) -> Column[Any]:

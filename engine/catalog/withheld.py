@@ -137,10 +137,10 @@ def lift_quarantine(connection: Connection, revisions: Iterable[tuple[str, str]]
     stones = tables.quarantine.c
     if connection.execute(select(stones.policy).limit(1)).first() is None:
         return
-    wanted = list(revisions)
+    pairs = list(revisions)
     query = select(stones.policy, stones.digest)
-    for at in range(0, len(wanted), CHUNK):
-        some = wanted[at : at + CHUNK]
+    for at in range(0, len(pairs), CHUNK):
+        some = pairs[at : at + CHUNK]
         held = connection.execute(query.where(stones.digest.in_({digest for _, digest in some}))).all()
         lifted = [{"of": of, "key": key} for of, key in held if (of, key) in some]
         if lifted:

@@ -44,8 +44,8 @@ class EngineClient(ServiceClient):
         or `Gone` when it does not serve the model, and `ServiceError` when it does not answer.
         """
         body = {"model": model, "prompt": [*tokens], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-        found = self._ask("POST", "/v1/completions", json=body)["choices"][0]["prompt_logprobs"]
-        return [found[i][str(token)]["logprob"] for i, token in enumerate(tokens) if i > 0]
+        entries = self._ask("POST", "/v1/completions", json=body)["choices"][0]["prompt_logprobs"]
+        return [entries[i][str(token)]["logprob"] for i, token in enumerate(tokens) if i > 0]
 
     def find_model(self, name: str) -> None:
         """Raise `NotFound`, with the nearest names, or `Gone`, with the reason, unless `name` is served."""
@@ -62,7 +62,7 @@ class EngineClient(ServiceClient):
         with closing(self._patiently(lambda: self.http.send(request, stream=True))) as response:
             if not response.is_success:
                 response.read()
-                raise self._fault(response)
+                raise self._error_of(response)
             yield response.headers["x-graftwork-revision"], _pieces(response)
 
     def rollouts(self, body: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
@@ -89,15 +89,15 @@ class EngineClient(ServiceClient):
         def ask() -> dict[str, Any]:
             response = self.http.post(path, json=body)
             if response.is_success:
-                return self._told(response, dict)
-            kind, said = of_status(response.status_code), response.text[:SHOWN]
+                return self._json_of(response, dict)
+            kind, excerpt = of_status(response.status_code), response.text[:SHOWN]
             if issubclass(kind, ServiceError):
-                raise kind(f"The engine answered {response.status_code}: {said}")
+                raise kind(f"The engine answered {response.status_code}: {excerpt}")
             if kind is NotFound:
-                raise kind(f"The engine does not know {body['model']!r}: {said}")
+                raise kind(f"The engine does not know {body['model']!r}: {excerpt}")
             raise ConfigError(
                 f"The engine refused the {path.rpartition('/')[2]} of {body['model']!r} with "
-                f"{response.status_code}: {said} "
+                f"{response.status_code}: {excerpt} "
                 "Check the policy's questions and sampling settings, and engine.max_model_len."
             )
 

@@ -61,13 +61,13 @@ class ServiceClient:
             return self.http.get(path).status_code == 200
         return False
 
-    def _ask(self, method: str, path: str, **given: Any) -> dict[str, Any]:
+    def _ask(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         """Send a request, with retries; return the answer's JSON object."""
-        return self._patiently(lambda: self._told(self.http.request(method, path, **given), dict))
+        return self._patiently(lambda: self._json_of(self.http.request(method, path, **options), dict))
 
-    def _ask_list(self, method: str, path: str, **given: Any) -> list[dict[str, Any]]:
+    def _ask_list(self, method: str, path: str, **options: Any) -> list[dict[str, Any]]:
         """Send a request, with retries; return the objects of the answer's JSON array."""
-        return self._patiently(lambda: self._told(self.http.request(method, path, **given), list))
+        return self._patiently(lambda: self._json_of(self.http.request(method, path, **options), list))
 
     def _patiently(
         self, call: Callable[[], Answer], *also: type[Exception], patience_s: float | None = None
@@ -91,22 +91,22 @@ class ServiceClient:
                 "`graftwork status`; start it with `graftwork up`."
             ) from None
 
-    def _told(self, response: httpx.Response, kind: type[Form]) -> Form:
+    def _json_of(self, response: httpx.Response, kind: type[Form]) -> Form:
         """Return a successful answer's JSON of this kind; whoever stands between may have said another."""
         if not response.is_success:
-            raise self._fault(response)
+            raise self._error_of(response)
         with suppress(ValueError):
-            if isinstance(told := response.json(), kind):
-                return told
+            if isinstance(answer := response.json(), kind):
+                return answer
         raise ServiceError(
             f"The {self.name} at {self.url} answered {response.status_code} with what it never says: "
             f"{response.text[:SHOWN]!r}. Check what is at this address."
         )
 
-    def _fault(self, response: httpx.Response) -> GraftworkError:
+    def _error_of(self, response: httpx.Response) -> GraftworkError:
         """Return the error for an unsuccessful answer, with the service's own message if it has one."""
-        said = body_of(response).get("error")
-        words = said.get("message") if isinstance(said, dict) else said
+        error = body_of(response).get("error")
+        words = error.get("message") if isinstance(error, dict) else error
         words = words if isinstance(words, str) else ""
         otherwise = f"The {self.name} answered {response.status_code}: {response.text[:SHOWN]}"
         return of_status(response.status_code)(words or otherwise)
@@ -116,6 +116,6 @@ def body_of(response: httpx.Response) -> dict[str, Any]:
     """Return an answer's JSON object; an empty one when the answer is not JSON."""
     if response.headers.get("content-type", "").startswith("application/json"):
         with suppress(ValueError):
-            told = response.json()
-            return told if isinstance(told, dict) else {}
+            body = response.json()
+            return body if isinstance(body, dict) else {}
     return {}

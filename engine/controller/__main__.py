@@ -83,8 +83,8 @@ def work_beside(controller: Controller) -> list[PeriodicThread]:
     ]
     if params.controller.archive:
         place = BackupPlace(params.controller.archive, "The ledger's archive")
-        paths, told = params.paths, partial(controller.tell, "archive")
-        archiver = Archiver(paths.ledger_snapshot, place, catalog.id, paths.ledger_archive, told)
+        paths, tell = params.paths, partial(controller.tell, "archive")
+        archiver = Archiver(paths.ledger_snapshot, place, catalog.id, paths.ledger_archive, tell)
         controller.files.rewritten = archiver.wake
         beside.append(archiver)
     return beside

@@ -81,17 +81,17 @@ class CredentialRequired:
 
         Raises `Forbidden` for a suspended tenant's, and `ServiceError` when the catalog cannot be read.
         """
-        scheme, _, given = authorization.partition(" ")
+        scheme, _, credential = authorization.partition(" ")
         if scheme.lower() == "basic" and method in SAFE_METHODS:
-            given = _password(given)
+            credential = _password(credential)
         elif scheme.lower() != "bearer":
             return None
-        given = given.strip()
-        if same(given, self.own):
+        credential = credential.strip()
+        if same(credential, self.own):
             return Operator("controller", is_admin=False)
-        if same(given, self.events):
+        if same(credential, self.events):
             return Operator("events", is_admin=False) if path.startswith(EVENTS) else None
-        key = self.catalog.keys.find(given)
+        key = self.catalog.keys.find(credential)
         roles = ("admin", "metrics") if path == METRICS else ("admin",)
         if key is None or not key.may(*roles):
             return None
@@ -99,9 +99,9 @@ class CredentialRequired:
         return Operator(key.owner, key.may("admin"))
 
 
-def _password(given: str) -> str:
+def _password(credential: str) -> str:
     try:
-        return base64.b64decode(given, validate=True).decode().partition(":")[2]
+        return base64.b64decode(credential, validate=True).decode().partition(":")[2]
     except (Error, UnicodeDecodeError):
         return ""
 

@@ -237,11 +237,11 @@ def _guard(release: Release, evidence: Evidence) -> Action | None:
 def _next_step(release: Release, settings: ReleaseConfig, evidence: Evidence) -> Action:
     """Return the next step of the ramp, the verdict at its end, or `wait`."""
     canary = evidence.canary
-    said = " ".join(guard.sentence() for guard in canary.required) + f" {canary.feedback.sentence()}"
+    sentences = " ".join(guard.sentence() for guard in canary.required) + f" {canary.feedback.sentence()}"
     following = next((weight for weight in settings.weights if weight > release.weight), None)
     if release.weight > settings.weight:
         is_baked = evidence.weight_s >= settings.bake_s
-        baked = f"The canary did no harm in {settings.bake_s:g} s at {release.weight:.0%}. {said}"
+        baked = f"The canary did no harm in {settings.bake_s:g} s at {release.weight:.0%}. {sentences}"
         return Action("promote", baked) if is_baked else Action("wait")
     if release.weight < settings.weight and following:
         is_full = canary.step_units >= settings.min_units
@@ -253,11 +253,11 @@ def _next_step(release: Release, settings: ReleaseConfig, evidence: Evidence) ->
     elif canary.is_clear and canary.canary_units >= settings.min_units:
         if following:
             return Action(
-                "next_step", f"The canary is clear; {1 - following:.0%} stay behind. {said}", following
+                "next_step", f"The canary is clear; {1 - following:.0%} stay behind. {sentences}", following
             )
-        return Action("promote", f"The canary is within its margins or better. {said}")
+        return Action("promote", f"The canary is within its margins or better. {sentences}")
     if evidence.step_s >= settings.max_s:
-        return Action("hold", f"No verdict within {settings.max_s:g} s. {said}")
+        return Action("hold", f"No verdict within {settings.max_s:g} s. {sentences}")
     return Action("wait")
 
 

@@ -12,17 +12,17 @@ LEAST_FREE = 1 << 30
 
 def alarms(controller: Controller) -> dict[str, str]:
     """Return what is wrong now, by part: of the loop, of the work beside it, of spool and disk."""
-    found = dict(controller.faults)
+    faults = dict(controller.faults)
     # Some turns are a minute apart: one that failed is no alarm yet.
     failed = {name: work.error for name, work in list(WORKS.items()) if work.failed > 1}
-    found |= {name: f"{type(error).__name__}: {error}" for name, error in failed.items()}
+    faults |= {name: f"{type(error).__name__}: {error}" for name, error in failed.items()}
     if controller.is_stalled():
-        found["loop"] = f"The last turn ended {time.monotonic() - controller.last_tick:.0f} s ago."
+        faults["loop"] = f"The last turn ended {time.monotonic() - controller.last_tick:.0f} s ago."
     paths = controller.params.paths
     if rejected := len(list(paths.spool.glob(f"{REJECTED}/*"))):
-        found["spool"] = (
+        faults["spool"] = (
             f"{rejected} spool files hold lines that no ledger table accepts. They are in spool/{REJECTED}."
         )
     if (free := shutil.disk_usage(paths.root).free) < LEAST_FREE:
-        found["disk"] = f"{free / 2**30:.1f} GiB are free in {paths.root}. See `graftwork doctor`."
-    return found
+        faults["disk"] = f"{free / 2**30:.1f} GiB are free in {paths.root}. See `graftwork doctor`."
+    return faults

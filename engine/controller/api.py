@@ -137,10 +137,10 @@ def _add_reading(app: FastAPI, controller: Controller, aliases: Callable[[], str
 
     @app.get("/status")
     def status() -> dict[str, Any]:
-        found = [f"{part}: {fault}" for part, fault in alarms(controller).items()]
+        faults = [f"{part}: {fault}" for part, fault in alarms(controller).items()]
         return {
-            "status": "stalled" if controller.is_stalled() else "degraded" if found else "ok",
-            "alarms": found,
+            "status": "stalled" if controller.is_stalled() else "degraded" if faults else "ok",
+            "alarms": faults,
             "aliases": aliases(),
             "frozen": controller.decisions.frozen(),
             "under_way": controller.files.under_way(),

@@ -62,9 +62,9 @@ class Applier:
 
     def say_missing(self, ledger: Ledger) -> None:
         """Emit the verdicts and route changes that a crash lost. Call it once the spool is ingested."""
-        said = {row[0] for row in ledger.connection.execute("SELECT id FROM verdicts").fetchall()}
+        verdict_ids = {row[0] for row in ledger.connection.execute("SELECT id FROM verdicts").fetchall()}
         for release in self._catalog.releases.all():
-            if release.state != "running" and verdict_id(release) not in said:
+            if release.state != "running" and verdict_id(release) not in verdict_ids:
                 self.say_verdict(release)
         self.changes.say_missing(ledger)
 

@@ -66,13 +66,13 @@ class EvidenceReader:
     def _since(self, release: Release, kind: str, now_at: tuple[object, ...]) -> float:
         """Return for how long a release has been at a gate or a weight, independently of the wall clock."""
         now = self._clock()
-        known = self._began.get((release.id, kind))
-        if known is None:
+        entry = self._began.get((release.id, kind))
+        if entry is None:
             # After a restart only the wall clock tells when it began.
             at = release.canary_started_at if kind == "gate" else None
             began = now - max(0.0, time.time() - (at or release.updated_at))
         else:
-            began = known[1] if known[0] == now_at else now
+            began = entry[1] if entry[0] == now_at else now
         self._began[release.id, kind] = now_at, began
         return now - began
 

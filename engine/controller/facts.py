@@ -60,8 +60,8 @@ def _blocked(catalog: Catalog, policy: Policy, newest: Revision | None) -> str |
 
 def _data_of(paths: Paths, revision: Revision) -> str | None:
     manifest = stored_manifest(paths.revision(revision.policy, revision.digest))
-    found = manifest.get("config", {}).get("data_digest")
-    return str(found) if found else None
+    digest = manifest.get("config", {}).get("data_digest")
+    return str(digest) if digest else None
 
 
 def _rated(

@@ -65,7 +65,7 @@ class LedgerFiles:
 
     def start_removal(self, name: str, removal: Removal) -> None:
         """Remove rows while the loop goes on, unless the last one of this name is still under way."""
-        self._start(name, None, partial(self._told, name, partial(self._remove, removal)))
+        self._start(name, None, partial(self._attempt, name, partial(self._remove, removal)))
 
     def refresh(self, ledger: Ledger) -> None:
         """Bring the readers' copy up to the ledger; the loop, which calls this, waits for no large one."""
@@ -79,7 +79,7 @@ class LedgerFiles:
                 return
         finally:
             self._copying.release()
-        self._start("copy", None, partial(self._told, "ledger copy", self._copy))
+        self._start("copy", None, partial(self._attempt, "ledger copy", self._copy))
 
     def _copy(self) -> None:
         started = monotonic()
@@ -136,7 +136,7 @@ class LedgerFiles:
                 f"The ledger is large: after {ANSWER_S:.0f} s this still goes on. Ask again to wait on."
             ) from None
 
-    def _told(self, name: str, work: Callable[[], object]) -> None:
+    def _attempt(self, name: str, work: Callable[[], object]) -> None:
         try:
             work()
         except Exception as error:

@@ -164,10 +164,10 @@ class ReleaseDecisions:
 
         Raises `NotFound` when there is no earlier champion, and what `promote` raises.
         """
-        wanted = digest or self._catalog.routes.get(policy).previous
-        if not wanted:
+        target = digest or self._catalog.routes.get(policy).previous
+        if not target:
             raise NotFound(f"Policy {policy!r} has no previous champion. Name a revision to restore.")
-        return self.promote(policy, wanted, by, reason)
+        return self.promote(policy, target, by, reason)
 
     @_one_at_a_time
     def rollback(self, policy: str, digest: str, by: str, reason: str) -> Tombstone:

@@ -48,13 +48,13 @@ class RouteChanges:
         """Write a revision's tombstone, then remove it from the route; `previous` replaces a champion."""
         stone = self._catalog.tombstones.add(policy, digest, reason, by)
         route = self._catalog.routes.get(policy)
-        wanted = route
+        new_route = route
         if route.canary == digest:
-            wanted = replace(wanted, canary=None, weight=0.0)
+            new_route = replace(new_route, canary=None, weight=0.0)
         if route.champion == digest:
             usable = route.previous and not self._catalog.tombstones.find(policy, route.previous)
-            wanted = replace(wanted, champion=route.previous if usable else None, previous=None)
-        self._set_route(wanted, stone.by, stone.reason)
+            new_route = replace(new_route, champion=route.previous if usable else None, previous=None)
+        self._set_route(new_route, stone.by, stone.reason)
         return stone
 
     def lift(self, policy: str, digest: str, by: str, reason: str) -> Tombstone:
@@ -67,16 +67,16 @@ class RouteChanges:
         """Make a revision the champion and end the canary; `Conflict` when its `release` has changed."""
         route = self._catalog.routes.get(policy)
         previous = route.previous if route.champion == digest else route.champion
-        wanted = replace(route, champion=digest, previous=previous, canary=None, weight=0.0)
-        return self._set_route(wanted, by, reason, release)
+        new_route = replace(route, champion=digest, previous=previous, canary=None, weight=0.0)
+        return self._set_route(new_route, by, reason, release)
 
     def start_canary(self, route: Route, release: Release, weight: float, reason: str) -> Route:
         """Give a release's canary `weight` of the units.
 
         `Conflict` when route or release have changed since they were read.
         """
-        wanted = replace(route, canary=release.revision, weight=weight)
-        return self._set_route(wanted, "controller", reason, release)
+        new_route = replace(route, canary=release.revision, weight=weight)
+        return self._set_route(new_route, "controller", reason, release)
 
     def end_canary(self, policy: str, digest: str, reason: str, by: str) -> None:
         """End a revision's canary; another revision's stays."""
@@ -90,8 +90,8 @@ class RouteChanges:
         A revision that equals the base is harmless and gets none. An accepted one loses the tombstone that
         the probe wrote, never a person's.
         """
-        found = result.to_json()
-        self._catalog.revisions.set_probe(policy, digest, found)
+        probe = result.to_json()
+        self._catalog.revisions.set_probe(policy, digest, probe)
         stone, route = self._catalog.tombstones.find(policy, digest), self._catalog.routes.get(policy)
         if result.accepted:
             if stone and stone.by == GATE:
@@ -102,8 +102,8 @@ class RouteChanges:
             self.withdraw(policy, digest, result.reason, GATE)
         verdict = "rollback" if withdrawn else "hold"
         # The id leaves the verdict out: on a repeated call the route no longer shows the revision.
-        about = f"{GATE}/{content_hash(found)}"
-        self.say_by_hand(verdict, policy, digest, GATE, result.reason, about, probe=found)
+        about = f"{GATE}/{content_hash(probe)}"
+        self.say_by_hand(verdict, policy, digest, GATE, result.reason, about, probe=probe)
 
     def purge(self, policy: str, place: Literal["name", "catalog"], by: str) -> dict[str, int]:
         """Remove a policy's route and mark its name, or remove all its rows; return removed rows by table."""
@@ -128,11 +128,11 @@ class RouteChanges:
 
     def say_missing(self, ledger: "Ledger") -> None:
         """Emit the route changes that a crash lost."""
-        said = {row[0] for row in ledger.connection.execute("SELECT id FROM route_changes").fetchall()}
+        row_ids = {row[0] for row in ledger.connection.execute("SELECT id FROM route_changes").fetchall()}
         after = ""
         while routes := self._catalog.routes.page(after, changed=True):
             for route in routes:
-                if _route_change_id(route) not in said:
+                if _route_change_id(route) not in row_ids:
                     self._say_route(route, "controller", "Found after a restart.")
             after = routes[-1].policy
 

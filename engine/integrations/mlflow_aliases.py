@@ -145,16 +145,16 @@ class AliasMirror(PeriodicThread):
 
     def _lost_version(self, model: Model, notes: dict[str, AliasNote]) -> bool:
         """Return whether a noted version is missing, or names another revision now."""
-        known = [note for role, note in notes.items() if role in ROLES and note.version and note.digest]
+        versions = [note for role, note in notes.items() if role in ROLES and note.version and note.digest]
         return any(
             self._registry.digest(model.name, str(note.version).rpartition(">")[2]) != note.digest
-            for note in known
+            for note in versions
         )
 
     def _has_all(self, policy: str) -> bool:
-        wanted = self._wanted(self._catalog.routes.get(policy))
+        digests = self._alias_digests(self._catalog.routes.get(policy))
         missing = [
-            digest for digest in wanted.values() if digest and not self._registry.version(policy, digest)
+            digest for digest in digests.values() if digest and not self._registry.version(policy, digest)
         ]
         if missing:
             self._alarms[policy] = (
@@ -180,7 +180,7 @@ class AliasMirror(PeriodicThread):
     def _decide(self, policy: str, move: AliasMove, digest: str | None) -> str | None:
         """Carry out a move; return why it was refused, or None."""
         route = self._catalog.routes.get(policy)
-        if digest is not None and digest == self._wanted(route)[move.role]:
+        if digest is not None and digest == self._alias_digests(route)[move.role]:
             return None
         if move.version is not None and digest is None:
             return "This version is not a revision: it has no tag `graftwork.digest`."
@@ -204,33 +204,33 @@ class AliasMirror(PeriodicThread):
                 self._decisions.hold(release.id, BY, "The alias canary was deleted in MLflow.")
         return None
 
-    def _wanted(self, route: Route) -> dict[str, str | None]:
+    def _alias_digests(self, route: Route) -> dict[str, str | None]:
         """Return the revision that each alias should name; `canary` names it from the release's start."""
         running = self._catalog.releases.all(route.policy, open_only=True)
         canary = running[0].revision if running else route.canary
         return {"champion": route.champion, "canary": canary, "previous": route.previous}
 
     def _current_version(self, policy: str, role: str) -> str | None:
-        digest = self._wanted(self._catalog.routes.get(policy))[role]
+        digest = self._alias_digests(self._catalog.routes.get(policy))[role]
         return self._registry.version(policy, digest) if digest else None
 
     def _write(self, model: Model, notes: dict[str, AliasNote]) -> None:
         """Write the aliases of the current route to MLflow, and note them."""
-        for role, digest in self._wanted(self._catalog.routes.get(model.name)).items():
+        for role, digest in self._alias_digests(self._catalog.routes.get(model.name)).items():
             note, now = notes.get(role), model.aliases.get(role)
             if note and note.digest == digest and note.version == now:
                 continue
-            wanted = self._registry.version(model.name, digest) if digest else None
-            if now != wanted:
-                self._catalog.aliases.note(model.name, role, f"{now or ''}>{wanted or ''}", digest)
-                self._registry.set_alias(model.name, role, wanted)
-            self._catalog.aliases.note(model.name, role, wanted, digest)
+            version = self._registry.version(model.name, digest) if digest else None
+            if now != version:
+                self._catalog.aliases.note(model.name, role, f"{now or ''}>{version or ''}", digest)
+                self._registry.set_alias(model.name, role, version)
+            self._catalog.aliases.note(model.name, role, version, digest)
         seen = notes.get(SEEN)
         if not seen or (seen.version, seen.digest) != (str(model.highest), str(model.updated)):
             self._catalog.aliases.note(model.name, SEEN, str(model.highest), str(model.updated))
 
-    def _miss(self, notes: dict[str, dict[str, AliasNote]], found: set[str]) -> None:
-        for policy in set(notes) - found:
+    def _miss(self, notes: dict[str, dict[str, AliasNote]], policies: set[str]) -> None:
+        for policy in set(notes) - policies:
             self._alarms[policy] = (
                 f"The registered model {policy!r} is missing in MLflow. Serving continues from the catalog. "
                 "Register its revisions again."

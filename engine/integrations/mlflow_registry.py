@@ -45,21 +45,21 @@ class Registry:
     def models(self) -> list[Model]:
         """Return every registered model with its aliases; one request for a hundred models."""
         return [
-            _model(found)
-            for found in self._pages("registered-models/search", "registered_models", {"max_results": 100})
+            _model(entry)
+            for entry in self._pages("registered-models/search", "registered_models", {"max_results": 100})
         ]
 
     def digest(self, policy: str, version: str) -> str | None:
         """Return the digest of a version's revision; None when the version or its tag is missing."""
-        found = self._call("GET", "model-versions/get", {404}, params={"name": policy, "version": version})
-        tags = {tag["key"]: tag["value"] for tag in found.get("model_version", {}).get("tags", [])}
+        answer = self._call("GET", "model-versions/get", {404}, params={"name": policy, "version": version})
+        tags = {tag["key"]: tag["value"] for tag in answer.get("model_version", {}).get("tags", [])}
         return tags.get(DIGEST_TAG)
 
     def version(self, policy: str, digest: str) -> str | None:
         """Return the first version of a revision; None when it is not registered."""
-        wanted = f"name = '{policy}' AND tags.`{DIGEST_TAG}` = '{digest}'"
-        found = self._pages("model-versions/search", "model_versions", {"filter": wanted})
-        return min((str(item["version"]) for item in found), key=int, default=None)
+        condition = f"name = '{policy}' AND tags.`{DIGEST_TAG}` = '{digest}'"
+        versions = self._pages("model-versions/search", "model_versions", {"filter": condition})
+        return min((str(item["version"]) for item in versions), key=int, default=None)
 
     def set_alias(self, policy: str, alias: str, version: str | None) -> None:
         """Point an alias at a version, or delete it (None)."""
@@ -86,23 +86,23 @@ class Registry:
         """
         name = f"{owner}.{hashlib.sha256(secret.encode()).hexdigest()[:12]}"
         hooks = self._pages("webhooks", "webhooks", {})
-        known = [hook for hook in hooks if hook["name"].partition(".")[0] == owner]
-        if [(hook["name"], hook["url"]) for hook in known] == [(name, url)]:
+        own_hooks = [hook for hook in hooks if hook["name"].partition(".")[0] == owner]
+        if [(hook["name"], hook["url"]) for hook in own_hooks] == [(name, url)]:
             return
-        for hook in known:
+        for hook in own_hooks:
             self._call("DELETE", f"webhooks/{hook['webhook_id']}", {404})
         events = [{"entity": "MODEL_VERSION_ALIAS", "action": action} for action in ("CREATED", "DELETED")]
         self._call("POST", "webhooks", json={"name": name, "url": url, "events": events, "secret": secret})
 
     def _pages(self, path: str, field: str, params: dict[str, Any]) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        items: list[dict[str, Any]] = []
         token = ""
         while True:
             page = self._call("GET", path, params=params | ({"page_token": token} if token else {}))
-            found += page.get(field, [])
+            items += page.get(field, [])
             token = page.get("next_page_token", "")
             if not token:
-                return found
+                return items
 
     def _call(self, method: str, path: str, harmless: Set[int] = frozenset(), **body: Any) -> dict[str, Any]:
         response = self._client.request(method, f"{API}/{path}", timeout=TIMEOUT_S, **body)
@@ -131,7 +131,7 @@ def registered(params: Params, policy: str, digest: str) -> str | None:
             ) from None
 
 
-def _model(found: dict[str, Any]) -> Model:
-    aliases = {item["alias"]: str(item["version"]) for item in found.get("aliases", [])}
-    newest = [int(item["version"]) for item in found.get("latest_versions", [])]
-    return Model(found["name"], aliases, max(newest, default=0), int(found.get("last_updated_timestamp", 0)))
+def _model(entry: dict[str, Any]) -> Model:
+    aliases = {item["alias"]: str(item["version"]) for item in entry.get("aliases", [])}
+    newest = [int(item["version"]) for item in entry.get("latest_versions", [])]
+    return Model(entry["name"], aliases, max(newest, default=0), int(entry.get("last_updated_timestamp", 0)))

@@ -193,8 +193,8 @@ def policy_of(line: bytes) -> str | None:
     except ValueError:
         named = NAMED.search(line)
         return named[1].decode(errors="replace") if named else None
-    found = event.get("policy") if isinstance(event, dict) else None
-    return found if isinstance(found, str) else None
+    policy = event.get("policy") if isinstance(event, dict) else None
+    return policy if isinstance(policy, str) else None
 
 
 def _drop_gone(events: Events, bad: dict[Path, list[bytes]], gone: Gone) -> None:
@@ -266,15 +266,15 @@ def _connect(path: Path) -> duckdb.DuckDBPyConnection:
 def _migrate(connection: duckdb.DuckDBPyConnection, path: Path) -> None:
     connection.execute('CREATE TABLE IF NOT EXISTS migrations (version INTEGER PRIMARY KEY, "at" DOUBLE)')
     row = connection.execute("SELECT coalesce(max(version), 0) FROM migrations").fetchone()
-    found = row[0] if row else 0
+    schema = row[0] if row else 0
     files = {int(file.name[:4]): file for file in MIGRATIONS.glob("*.sql")}
-    if found > max(files):
+    if schema > max(files):
         raise ConfigError(
-            f"The ledger {path} has schema {found}, newer than this code's {max(files)}. Upgrade Graftwork."
+            f"The ledger {path} has schema {schema}, newer than this code's {max(files)}. Upgrade Graftwork."
         )
-    if 0 < found < min(files):
-        raise ConfigError(f"The ledger {path} has schema {found}, older than {min(files)}. {UPGRADE_FIRST}")
-    for version in sorted(number for number in files if number > found):
+    if 0 < schema < min(files):
+        raise ConfigError(f"The ledger {path} has schema {schema}, older than {min(files)}. {UPGRADE_FIRST}")
+    for version in sorted(number for number in files if number > schema):
         connection.begin()
         connection.execute(files[version].read_text())
         connection.execute("INSERT INTO migrations VALUES (?, ?)", [version, time.time()])

@@ -150,8 +150,8 @@ class Observed(NamedTuple):
 
 def canary_answers(ledger: duckdb.DuckDBPyConnection, release: Release, after: int = -1) -> list[Observed]:
     """Return the answers of a canary and its baseline, in order, after row number `after`."""
-    found = ledger.execute(ANSWERS, _of_canary(release) | {"after": after}).fetchall()
-    return list(starmap(Observed, found))
+    rows = ledger.execute(ANSWERS, _of_canary(release) | {"after": after}).fetchall()
+    return list(starmap(Observed, rows))
 
 
 def canary_feedback(ledger: duckdb.DuckDBPyConnection, release: Release) -> tuple[int, int, int, int, int]:
@@ -176,8 +176,8 @@ def canary_weights(ledger: duckdb.DuckDBPyConnection, release: Release) -> list[
     if not release.ramp:
         return []
     versions = [int(version) for version, _ in release.ramp]
-    found = dict(ledger.execute(STEPS, {"policy": release.policy, "versions": versions}).fetchall())
-    return [(found[int(version)], weight) for version, weight in release.ramp if int(version) in found]
+    began = dict(ledger.execute(STEPS, {"policy": release.policy, "versions": versions}).fetchall())
+    return [(began[int(version)], weight) for version, weight in release.ramp if int(version) in began]
 
 
 def _of_canary(release: Release) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def recent_units_per_s(ledger: duckdb.DuckDBPyConnection, policy: str, now: floa
     return busiest / 60 if units >= TRAFFIC_UNITS and span_s >= TRAFFIC_LEAST_S else None
 
 
-def named_rows(found: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:
+def named_rows(result: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:
     """Return a result's rows as dicts by column name."""
-    names = [column[0] for column in found.description or []]
-    return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+    names = [column[0] for column in result.description or []]
+    return [dict(zip(names, row, strict=True)) for row in result.fetchall()]

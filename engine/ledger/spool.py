@@ -127,7 +127,7 @@ def ready_files(root: Path) -> list[Path]:
 
     An empty `.new` file, whose writer was killed before it could write, goes after an hour.
     """
-    found: list[tuple[int, Path]] = []
+    files: list[tuple[int, Path]] = []
     for path in root.glob("*"):
         if path.suffix == ".new":
             with contextlib.suppress(FileNotFoundError):
@@ -135,11 +135,11 @@ def ready_files(root: Path) -> list[Path]:
                     path.unlink()
         elif path.suffix == ".jsonl" or (path.suffix == ".open" and not has_holder(path, gone=True)):
             try:
-                found.append((path.stat().st_mtime_ns, path))
+                files.append((path.stat().st_mtime_ns, path))
             except FileNotFoundError:
                 # Renamed by its writer meanwhile; the next call finds it.
                 continue
-    return [path for _, path in sorted(found)]
+    return [path for _, path in sorted(files)]
 
 
 def read_lines(path: Path) -> Iterator[bytes]:

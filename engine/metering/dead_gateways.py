@@ -23,9 +23,9 @@ def close_dead(root: Path, connection: sqlite3.Connection) -> int:
             spending = Spending(connection)
             rows: list[Any] = connection.execute(OPEN, (file.name,)).fetchall()
             for number, *fields in rows:
-                asked = Metered(*fields)
+                request = Metered(*fields)
                 # What another engine was asked in its place is billed there.
-                close_row(connection, spending, number, asked, None, (0, 0) if asked.repeated else None)
+                close_row(connection, spending, number, request, None, (0, 0) if request.repeated else None)
             spending.write()
         closed += len(rows)
         file.unlink(missing_ok=True)

@@ -24,7 +24,7 @@ class SharedBudgets:
         """Close the connections."""
         self.access.close()
 
-    def draw(self, subject: str, period: str, budget: int, wanted: int) -> int:
+    def draw(self, subject: str, period: str, budget: int, tokens: int) -> int:
         """Draw a block of at least `wanted` tokens; return its size, 0 when the budget has less left.
 
         Raises `ServiceError` when the database does not answer.
@@ -34,9 +34,9 @@ class SharedBudgets:
         with self.access.write() as connection:
             drawn = connection.execute(select(table.c.drawn).where(mine)).scalar()
             left = budget - (drawn or 0)
-            if wanted > left:
+            if tokens > left:
                 return 0
-            block = max(wanted, left // SHARE)
+            block = max(tokens, left // SHARE)
             if drawn is None:
                 connection.execute(table.insert().values(subject=subject, period=period, drawn=block))
             else:

@@ -77,10 +77,10 @@ class SharedUsage:
             local.execute("COMMIT")
             return
         with self._access.write(is_alone=False) as remote:
-            known = remote.execute(
+            remote_turn = remote.execute(
                 select(tables.usage_logs.c.turn).where(tables.usage_logs.c.id == log)
             ).scalar()
-            if known == turn:
+            if remote_turn == turn:
                 self._remove(remote, log, gone)
                 self._put(remote, log, iter(changed))
             else:
@@ -137,8 +137,8 @@ def sums_by(access: Access, by: str, begin: int, end: int) -> list[Row]:
         .group_by(hours[by], hours.purpose)
     )
     with access.read() as connection:
-        found = connection.execute(query).all()
-    return [(*row[:2], *map(int, row[2:])) for row in found if any(row[2:])]
+        rows = connection.execute(query).all()
+    return [(*row[:2], *map(int, row[2:])) for row in rows if any(row[2:])]
 
 
 def _since(local: sqlite3.Connection) -> int:

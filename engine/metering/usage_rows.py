@@ -123,14 +123,14 @@ class Spending:
         # By the columns of the key of `hours`: requests, and tokens of prompts, completions and unknown ones.
         self._hours: defaultdict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
 
-    def reserve(self, asked: Metered) -> None:
+    def reserve(self, request: Metered) -> None:
         """Count a request that is admitted."""
-        self._count(asked, 0, asked.reserved)
+        self._count(request, 0, request.reserved)
 
-    def spend(self, asked: Metered, used: tuple[int, int] | None) -> None:
+    def spend(self, request: Metered, used: tuple[int, int] | None) -> None:
         """Count what a request has used, for the periods in which it was admitted; None: as reserved."""
-        self._count(asked, asked.reserved if used is None else sum(used), -asked.reserved)
-        _, tenant, key, policy, revision, purpose, at, reserved, _ = asked
+        self._count(request, request.reserved if used is None else sum(used), -request.reserved)
+        _, tenant, key, policy, revision, purpose, at, reserved, _ = request
         sums = self._hours[int(at // 3600), tenant, key, policy, revision, purpose]
         sums[0] += 1
         if used is None:
@@ -139,23 +139,23 @@ class Spending:
             sums[1] += used[0]
             sums[2] += used[1]
 
-    def _count(self, asked: Metered, used: int, reserved: int) -> None:
-        day, month = periods(asked.at)
-        key, tenant = f"key:{asked.key}", f"tenant:{asked.tenant}"
+    def _count(self, request: Metered, used: int, reserved: int) -> None:
+        day, month = periods(request.at)
+        key, tenant = f"key:{request.key}", f"tenant:{request.tenant}"
         for subject in ((key, day), (key, month), (tenant, day), (tenant, month)):
             sums = self._counts[subject]
             sums[0] += used
             sums[1] += reserved
 
-    def refusal(self, asked: Metered, budgets: Sequence[Budget]) -> LimitReached | Shortage | None:
+    def refusal(self, request: Metered, budgets: Sequence[Budget]) -> LimitReached | Shortage | None:
         """Return why a budget does not admit a request, or None."""
         for budget in budgets:
-            if (why := self._refusal(asked, budget)) is not None:
+            if (why := self._refusal(request, budget)) is not None:
                 return why
         return None
 
-    def _refusal(self, asked: Metered, budget: Budget) -> LimitReached | Shortage | None:
-        period = periods(asked.at)[budget.period == MONTH]
+    def _refusal(self, request: Metered, budget: Budget) -> LimitReached | Shortage | None:
+        period = periods(request.at)[budget.period == MONTH]
         subject = budget.subject, period
         query = "SELECT used + reserved FROM spent WHERE subject = ? AND period = ?"
         spent = self._connection.execute(query, subject).fetchone()
@@ -165,19 +165,19 @@ class Spending:
             drawn = self._connection.execute(query, subject).fetchone()
             most = min(most, drawn[0] if drawn else 0)
         left = int(most - (spent[0] if spent else 0) - sum(self._counts.get(subject, ())))
-        if asked.reserved <= left:
+        if request.reserved <= left:
             return None
         kind, _, name = budget.subject.partition(":")
         refusal = LimitReached(
             f"The {kind} {name!r} has {max(0, left)} of {int(budget.tokens)} tokens left in {period}, and "
-            f"this request may take {asked.reserved}: its prompt and n times max_tokens. Ask for fewer, or "
+            f"this request may take {request.reserved}: its prompt and n times max_tokens. Ask for fewer, or "
             "wait for the next period.",
-            remaining_s(asked.at, budget.period),
+            remaining_s(request.at, budget.period),
             code="insufficient_quota",
         )
         if not self._is_shared:
             return refusal
-        return Shortage(budget, period, asked.reserved - left, refusal)
+        return Shortage(budget, period, request.reserved - left, refusal)
 
     def write(self) -> None:
         """Write the counters."""
@@ -201,15 +201,15 @@ def begin(connection: sqlite3.Connection) -> sqlite3.Connection:
     return connection
 
 
-def admit_row(connection: sqlite3.Connection, spending: Spending, gateway: str, asked: Metered) -> int:
+def admit_row(connection: sqlite3.Connection, spending: Spending, gateway: str, request: Metered) -> int:
     """Write the row of a request that is admitted; return its number."""
     values = (
-        asked.id, gateway, asked.at, asked.tenant, asked.key, asked.policy, asked.revision, asked.purpose,
-        asked.reserved, asked.repeated,
+        request.id, gateway, request.at, request.tenant, request.key, request.policy, request.revision,
+        request.purpose, request.reserved, request.repeated,
     )  # fmt: skip
     number = connection.execute(ADMIT, values).lastrowid
     assert number is not None
-    spending.reserve(asked)
+    spending.reserve(request)
     return number
 
 
@@ -217,17 +217,17 @@ def close_row(
     connection: sqlite3.Connection,
     spending: Spending,
     number: int,
-    asked: Metered,
+    request: Metered,
     status: int | None,
     used: tuple[int, int] | None,
 ) -> None:
     """Close an open row, counters and roll-up included; a row that is closed already stays as it is."""
     prompt, completion = used or (None, None)
     state = "unknown" if used is None else "settled"
-    values = (state, status, prompt, completion, time.time(), asked.revision, number)
+    values = (state, status, prompt, completion, time.time(), request.revision, number)
     if not connection.execute(CLOSE, values).rowcount:
         return
-    spending.spend(asked, used)
+    spending.spend(request, used)
 
 
 class UsageRows:
@@ -247,36 +247,36 @@ class UsageRows:
         """
         with begin(self._connection) as connection:
             spending = Spending(connection, self._is_shared)
-            for number, asked, status, used in ended:
-                close_row(connection, spending, number, asked, status, used)
+            for number, request, status, used in ended:
+                close_row(connection, spending, number, request, status, used)
             answers = [
-                spending.refusal(asked, budgets) or admit_row(connection, spending, self.gateway, asked)
-                for asked, budgets in asking
+                spending.refusal(request, budgets) or admit_row(connection, spending, self.gateway, request)
+                for request, budgets in asking
             ]
             spending.write()
         self._dirty = True
         return answers
 
-    def admit(self, asked: Metered, budgets: Sequence[Budget] = ()) -> int:
+    def admit(self, request: Metered, budgets: Sequence[Budget] = ()) -> int:
         """Record a request and reserve its tokens; return its number for `settle`.
 
         Raises why it is refused, as `record` returns it. Nothing is then recorded.
         """
-        (answer,) = self.record((), [(asked, budgets)])
+        (answer,) = self.record((), [(request, budgets)])
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    def settle(self, number: int, asked: Metered, status: int, used: tuple[int, int] | None) -> None:
+    def settle(self, number: int, request: Metered, status: int, used: tuple[int, int] | None) -> None:
         """Record what a request used: (prompt, completion) tokens; None: not known, so what it reserved."""
-        self.record([(number, asked, status, used)], ())
+        self.record([(number, request, status, used)], ())
 
 
 @dataclass(slots=True)
 class Asking:
     """A request that waits to be recorded; `number` becomes its number, or why it is refused."""
 
-    asked: Metered
+    request: Metered
     budgets: Sequence[Budget]
     number: asyncio.Future[int]
 
@@ -292,7 +292,7 @@ class UsageWriter:
         self._ended: list[Ended] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    async def admit(self, asked: Metered, budgets: Sequence[Budget], is_alone: bool) -> int:
+    async def admit(self, request: Metered, budgets: Sequence[Budget], is_alone: bool) -> int:
         """Record a request and reserve its tokens; return its number for `end`.
 
         Where it `is_alone`, it waits for no other. What this machine lacks of shared budgets is drawn. Raises
@@ -300,19 +300,19 @@ class UsageWriter:
         """
         while True:
             try:
-                return await self._written(asked, budgets, is_alone)
+                return await self._written(request, budgets, is_alone)
             except Shortage as short:
                 if not await asyncio.to_thread(self._draw, short):
                     raise short.refusal from None
 
-    async def _written(self, asked: Metered, budgets: Sequence[Budget], is_alone: bool) -> int:
+    async def _written(self, request: Metered, budgets: Sequence[Budget], is_alone: bool) -> int:
         if is_alone:
-            (answer,) = self._record([(asked, budgets)])
+            (answer,) = self._record([(request, budgets)])
             if isinstance(answer, Exception):
                 raise answer
             return answer
         loop = asyncio.get_running_loop()
-        asking = Asking(asked, budgets, loop.create_future())
+        asking = Asking(request, budgets, loop.create_future())
         if not self._asking:
             loop.call_soon(self._write)
         self._asking.append(asking)
@@ -320,12 +320,12 @@ class UsageWriter:
             return await asking.number
         except asyncio.CancelledError:
             if asking.number.done() and not asking.number.cancelled() and not asking.number.exception():
-                self.end(asking.number.result(), asked, LEFT, (0, 0))
+                self.end(asking.number.result(), request, LEFT, (0, 0))
             raise
 
-    def end(self, number: int, asked: Metered, status: int, used: tuple[int, int] | None) -> None:
+    def end(self, number: int, request: Metered, status: int, used: tuple[int, int] | None) -> None:
         """Have the end of a request recorded soon, with those of others; `used` as of `Ended`."""
-        self._ended.append((number, asked, status, used))
+        self._ended.append((number, request, status, used))
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(SETTLED_S, self._write_ended)
 
@@ -348,14 +348,14 @@ class UsageWriter:
 
     def _write(self) -> None:
         # A client may have left since.
-        asking = [one for one in self._asking if not one.number.cancelled()]
+        asking = [entry for entry in self._asking if not entry.number.cancelled()]
         self._asking.clear()
-        answers = self._record([(one.asked, one.budgets) for one in asking])
-        for one, answer in zip(asking, answers, strict=True):
+        answers = self._record([(entry.request, entry.budgets) for entry in asking])
+        for entry, answer in zip(asking, answers, strict=True):
             if isinstance(answer, Exception):
-                one.number.set_exception(answer)
+                entry.number.set_exception(answer)
             else:
-                one.number.set_result(answer)
+                entry.number.set_result(answer)
 
     def _record(self, asking: Sequence[tuple[Metered, Sequence[Budget]]]) -> Sequence[int | Exception]:
         """Record what is asked for; return each one's number, or why it is refused."""

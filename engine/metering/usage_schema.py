@@ -75,15 +75,15 @@ def create(path: Path) -> None:
     with closing(connect(path)) as connection:
         connection.execute("PRAGMA journal_mode=WAL")
         with begin(connection):
-            (found,) = connection.execute("PRAGMA user_version").fetchone()
-            if found > VERSION:
+            (schema,) = connection.execute("PRAGMA user_version").fetchone()
+            if schema > VERSION:
                 raise ConfigError(
-                    f"{path} has schema {found}, and this version of Graftwork knows {VERSION}. "
+                    f"{path} has schema {schema}, and this version of Graftwork knows {VERSION}. "
                     "Use the newer version, or set another state_dir."
                 )
-            if found == VERSION:
+            if schema == VERSION:
                 return
-            script = SET_ASIDE + COUNTED + CARRY_OVER if found else COUNTED + OTHERS
+            script = SET_ASIDE + COUNTED + CARRY_OVER if schema else COUNTED + OTHERS
             for statement in filter(str.strip, (script + SHARED).split(";")):
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version={VERSION}")

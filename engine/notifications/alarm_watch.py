@@ -28,15 +28,15 @@ class AlarmWatch(PeriodicThread):
 
     def look(self) -> None:
         """Compare what is wrong now with the last look."""
-        now, found = self._clock(), alarms(self._controller)
+        now, faults = self._clock(), alarms(self._controller)
         link = f"{self._controller.params.url('controller')}/"
         catalog = self._controller.catalog
-        for part, fault in found.items():
+        for part, fault in faults.items():
             since = self._since.setdefault(part, now)
             if part not in self._told and now - since >= LASTS_S:
                 alarmed(catalog, True, f"{part}: {fault}", link, f"{part} {since}")
                 self._told.add(part)
-        for part in self._since.keys() - found.keys():
+        for part in self._since.keys() - faults.keys():
             since = self._since[part]
             if part in self._told:
                 alarmed(catalog, False, f"{part}: over after {now - since:.0f} s.", link, f"{part} {since}")

@@ -143,10 +143,11 @@ def sample_answers(ledger: duckdb.DuckDBPyConnection, base: str, row: RevisionRo
     )
     pairs = tuple(
         AnswerPair(
-            told["question"], *(side[item][name] for side in (before, after) for name in ("answer", "score"))
+            answer["question"],
+            *(side[item][name] for side in (before, after) for name in ("answer", "score")),
         )
-        for item, told in after.items()
-        if item in before and told.get("question")
+        for item, answer in after.items()
+        if item in before and answer.get("question")
     )
     return SampleAnswers(row.policy, row.digest, pairs) if pairs else None
 
@@ -173,9 +174,9 @@ def _curves(
     ledger: duckdb.DuckDBPyConnection, policy: str, since: float, made: Mapping[str, str]
 ) -> list[Curve]:
     """Return a policy's newest training sessions, oldest first."""
-    found = ledger.execute(STEPS, {"policy": policy, "since": since, "most": MAX_LINES})
+    result = ledger.execute(STEPS, {"policy": policy, "since": since, "most": MAX_LINES})
     lines: dict[str, list[TrainStep]] = {}
-    for row in named_rows(found):
+    for row in named_rows(result):
         lines.setdefault(row["session"], []).append(TrainStep.of(row))
     return [Curve(policy, made.get(session), tuple(steps), session) for session, steps in lines.items()]
 

@@ -52,9 +52,9 @@ class LivePage:
 def page_data(controller: Controller) -> ReportData:
     """Return what the page shows now; before the first snapshot, an alarm that there is none."""
     params, catalog, now = controller.params, controller.catalog, time.time()
-    found = [f"{part}: {fault}" for part, fault in alarms(controller).items()]
+    faults = [f"{part}: {fault}" for part, fault in alarms(controller).items()]
     if controller.decisions.frozen():
-        found.append(
+        faults.append(
             "Releases are frozen: promotions and canaries are blocked until `graftwork decide thaw`."
         )
     links = {
@@ -73,7 +73,7 @@ def page_data(controller: Controller) -> ReportData:
             created_at=now,
             links=links,
             revisions_dir=params.paths.revisions,
-            alarms=found,
+            alarms=faults,
         )
     except NotFound as error:
-        return ReportData("Graftwork", now, links=tuple(links.items()), alarms=(*found, str(error)))
+        return ReportData("Graftwork", now, links=tuple(links.items()), alarms=(*faults, str(error)))

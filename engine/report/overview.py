@@ -49,14 +49,14 @@ def overview(
     ledger: duckdb.DuckDBPyConnection, catalog: Catalog, names: Sequence[str], limit: int
 ) -> Overview:
     """Return the named policies with at most `limit` revisions each; `NotFound` for an unknown policy."""
-    said = _RevisionHistory(
+    history = _RevisionHistory(
         {(row[0], row[1]): (row[2], int(row[3])) for row in ledger.execute(USERS, [list(names)]).fetchall()},
         {(row[0], row[1]): (row[2], row[3]) for row in ledger.execute(VERDICTS, [list(names)]).fetchall()},
         {(stone.policy, stone.digest): stone.reason for stone in catalog.tombstones.in_force()},
     )
     policies, revisions = [], []
     for name in names:
-        rows = [_revision_row(ledger, catalog, said, row) for row in catalog.listing.exported(name, limit)]
+        rows = [_revision_row(ledger, catalog, history, row) for row in catalog.listing.exported(name, limit)]
         policies.append(_policy_row(ledger, catalog, name, rows[0] if rows else None))
         revisions += rows
     return Overview(tuple(policies), tuple(revisions))
@@ -102,13 +102,13 @@ def contract_of(config: Mapping[str, Any]) -> str:
 
 
 def _revision_row(
-    ledger: duckdb.DuckDBPyConnection, catalog: Catalog, said: _RevisionHistory, revision: Revision
+    ledger: duckdb.DuckDBPyConnection, catalog: Catalog, history: _RevisionHistory, revision: Revision
 ) -> RevisionRow:
     policy, digest = key = (revision.policy, revision.digest)
     suite = str(catalog.policies.get(policy).config.get("suite", ""))
-    online, units = said.users.get(key, (None, 0))
-    verdict, reason = said.verdicts.get(key, ("", ""))
-    role = "buried" if key in said.tombstones else role_of(catalog.routes.get(policy), digest)
+    online, units = history.users.get(key, (None, 0))
+    verdict, reason = history.verdicts.get(key, ("", ""))
+    role = "buried" if key in history.tombstones else role_of(catalog.routes.get(policy), digest)
     return RevisionRow(
         policy=policy,
         digest=digest,
@@ -123,7 +123,7 @@ def _revision_row(
         units=units,
         accepted=revision.probe.get("accepted") if revision.probe else None,
         verdict=verdict,
-        reason=reason or said.tombstones.get(key, ""),
+        reason=reason or history.tombstones.get(key, ""),
     )
 
 
@@ -137,8 +137,8 @@ def suite_score(
     ledger: duckdb.DuckDBPyConnection, base: str, policy: str, suite: str, digest: str | None
 ) -> SuiteScore | None:
     """Return mean score and 95% interval on the suite's newest version; a digest of None is the base."""
-    found = latest_scores(ledger, base, policy, suite, digest)
-    scores = [one.score for one in found if one.is_newest]
+    item_scores = latest_scores(ledger, base, policy, suite, digest)
+    scores = [one.score for one in item_scores if one.is_newest]
     if not scores:
         return None
     return SuiteScore(policy, digest, suite, len(scores), fmean(scores), *interval(scores))

@@ -153,22 +153,22 @@ def gather(params: Params, policy: str, digest: str) -> VersionFacts:
 
 def _measured(ledger: duckdb.DuckDBPyConnection, base: str, fixed: dict[str, Any]) -> dict[str, Any]:
     def items(digest: str | None) -> dict[str, tuple[float, float]]:
-        found = latest_scores(ledger, base, fixed["policy"], fixed["suite"], digest)
-        return {one.item: (one.score, one.at) for one in found if one.is_newest}
+        scores = latest_scores(ledger, base, fixed["policy"], fixed["suite"], digest)
+        return {one.item: (one.score, one.at) for one in scores if one.is_newest}
 
     mine, champion = items(fixed["digest"]), items(fixed["champion"])
     common = sorted(set(mine) & set(champion))
     against = None
     if common and fixed["champion"] != fixed["digest"]:
         against = paired_difference([mine[i][0] for i in common], [champion[i][0] for i in common])
-    said = ledger.execute(VERDICTS, [fixed["policy"], fixed["digest"]]).fetchall()
+    verdicts = ledger.execute(VERDICTS, [fixed["policy"], fixed["digest"]]).fetchall()
     return {
         "score": _mean(mine),
         "base_score": _mean(items(None)),
         "parent_score": _mean(items(fixed["parent"])) if fixed["parent"] else None,
         "champion_score": _mean(champion) if fixed["champion"] else None,
         "against_champion": against,
-        "verdicts": tuple(VerdictRow(*row) for row in said),
+        "verdicts": tuple(VerdictRow(*row) for row in verdicts),
     }
 
 
@@ -204,12 +204,12 @@ def _find(catalog: Catalog, subject: str) -> tuple[str, str | None]:
     policy, prefix = split_served_name(subject)
     if prefix:
         return policy, catalog.revisions.get(policy, prefix).digest
-    found = catalog.listing.starting_with(subject, limit=3) if len(subject) >= DIGITS else []
-    if len(found) > 1:
-        names = ", ".join(served_name(item.policy, item.digest) for item in found)
+    revisions = catalog.listing.starting_with(subject, limit=3) if len(subject) >= DIGITS else []
+    if len(revisions) > 1:
+        names = ", ".join(served_name(item.policy, item.digest) for item in revisions)
         raise Conflict(f"Several digests start with {subject!r}: {names}. Name one as POLICY@DIGEST.")
-    if found:
-        return found[0].policy, found[0].digest
+    if revisions:
+        return revisions[0].policy, revisions[0].digest
     try:
         return subject, catalog.routes.get(subject).champion
     except NotFound:
@@ -238,9 +238,9 @@ def _base_links(catalog: Catalog, ledger: duckdb.DuckDBPyConnection, policy: str
     scores = Link("scores", False, "Scores of the base belong to a policy's suite.")
     if policy:
         says = f"The base, since {policy!r} had no champion."
-        known = catalog.policies.get(policy)
-        suite = str(known.config.get("suite", ""))
-        score = suite_score(ledger, known.base, policy, suite, None)
+        entry = catalog.policies.get(policy)
+        suite = str(entry.config.get("suite", ""))
+        score = suite_score(ledger, entry.base, policy, suite, None)
         words = f"{score.mean:.1%} [{score.ci_low:.1%}, {score.ci_high:.1%}]" if score else "not scored"
         scores = Link("scores", bool(score), f"{suite}: base {words}.", vars(score) if score else {})
     return (
@@ -308,14 +308,14 @@ def _revision_link(catalog: Catalog, revision: Revision) -> Link:
 
 def _verdict_link(catalog: Catalog, facts: VersionFacts) -> Link:
     running = [it for it in catalog.releases.all(facts.policy, open_only=True) if it.revision == facts.digest]
-    said = [vars(item) for item in facts.verdicts]
+    verdicts = [vars(item) for item in facts.verdicts]
     if running:
         says = f"Its release is running, at step {running[0].step!r}. {running[0].reason}"
-        return Link("verdict", True, says, {"running": running[0].step, "verdicts": said})
+        return Link("verdict", True, says, {"running": running[0].step, "verdicts": verdicts})
     if not facts.verdicts:
         return Link("verdict", False, "It has no verdict yet.", {"verdicts": []})
     says = " ".join(f"{it.verdict} by {it.by} at {moment(it.at)}: {it.reason}" for it in facts.verdicts[:3])
-    return Link("verdict", True, says, {"verdicts": said})
+    return Link("verdict", True, says, {"verdicts": verdicts})
 
 
 def _scores_link(facts: VersionFacts) -> Link:
@@ -323,9 +323,9 @@ def _scores_link(facts: VersionFacts) -> Link:
         "revision": facts.score, "parent": facts.parent_score,
         "champion": facts.champion_score, "base": facts.base_score,
     }  # fmt: skip
-    known = {name: vars(score) for name, score in named.items() if score}
+    scores = {name: vars(score) for name, score in named.items() if score}
     if facts.score is None:
-        return Link("scores", False, f"It was not scored on {facts.suite or 'any suite'}.", known)
+        return Link("scores", False, f"It was not scored on {facts.suite or 'any suite'}.", scores)
     words = ", ".join(
         f"{name} {score.mean:.1%} [{score.low:.1%}, {score.high:.1%}]"
         for name, score in named.items()
@@ -335,24 +335,24 @@ def _scores_link(facts: VersionFacts) -> Link:
     if facts.against_champion:
         paired = facts.against_champion
         says += f" Against the champion {paired.mean:+.1%} [{paired.low:+.1%}, {paired.high:+.1%}]."
-    return Link("scores", True, says, known)
+    return Link("scores", True, says, scores)
 
 
 def _run_link(facts: VersionFacts, revision: Revision, manifest: Mapping[str, Any]) -> Link:
     session = manifest.get("config", {}).get("session")
     if not session:
         return Link("run", False, _no_manifest(revision))
-    known = {
+    details = {
         "session": session,
         "steps": len(facts.rewards),
         "tokens": facts.tokens,
         "seconds": facts.seconds,
     }
     if not facts.rewards:
-        return Link("run", True, f"Training {session}; the ledger has no step of it.", known)
+        return Link("run", True, f"Training {session}; the ledger has no step of it.", details)
     came_to = spoken([Curve(facts.policy, facts.digest, facts.steps, session)])
     says = f"Training {session}: {came_to}; {sum(facts.seconds.values()):.0f} s in total."
-    return Link("run", True, says, known)
+    return Link("run", True, says, details)
 
 
 def _data_link(
@@ -365,25 +365,25 @@ def _data_link(
         made = f" It was made for the base {imported['named_base']}." if imported["named_base"] else ""
         return Link("data", False, f"The adapter was imported; its data is not known here.{made}", imported)
     suites = dict(ledger.execute(SUITE, [revision.policy, revision.digest]).fetchall())
-    known = {name: config.get(name) for name in ("task", "data_digest", "seed", "line_seed", "suite")}
-    known |= {"judged_by": contract_of(config), "suite_versions": suites}
+    details = {name: config.get(name) for name in ("task", "data_digest", "seed", "line_seed", "suite")}
+    details |= {"judged_by": contract_of(config), "suite_versions": suites}
     data = f" with the data {config['data_digest'][:DIGEST12]}" if config.get("data_digest") else ""
     scored = ", ".join(f"{suite} version {version}" for suite, version in suites.items())
-    says = f"Task {task_of(config)}{data}, judged by {known['judged_by']}, seed {known['line_seed']}."
-    return Link("data", True, says + (f" Scored on {scored}." if scored else ""), known)
+    says = f"Task {task_of(config)}{data}, judged by {details['judged_by']}, seed {details['line_seed']}."
+    return Link("data", True, says + (f" Scored on {scored}." if scored else ""), details)
 
 
 def commit_link(code_version: str) -> Link:
     """Return the commit of a code version such as `0.1.0+g13ad72a0c1b2.dirty`."""
     version, _, local = code_version.partition("+g")
     commit, _, dirty = local.partition(".")
-    known = {"version": version or None, "commit": commit or None, "dirty": bool(dirty)}
+    details = {"version": version or None, "commit": commit or None, "dirty": bool(dirty)}
     if not version:
-        return Link("commit", False, "The revision's manifest is not on this machine.", known)
+        return Link("commit", False, "The revision's manifest is not on this machine.", details)
     if not commit:
-        return Link("commit", False, f"Version {version}; no commit was recorded.", known)
+        return Link("commit", False, f"Version {version}; no commit was recorded.", details)
     changed = ", with uncommitted changes" if dirty else ""
-    return Link("commit", True, f"{commit} of version {version}{changed}.", known)
+    return Link("commit", True, f"{commit} of version {version}{changed}.", details)
 
 
 def _no_manifest(revision: Revision) -> str:

@@ -46,9 +46,9 @@ def known_credential(paths: Paths, name: str) -> str:
 
 def logins(paths: Paths) -> dict[str, str]:
     """Return the environment variables that log a process in to MLflow and Prefect; none without files."""
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     if password := known_credential(paths, "mlflow"):
-        found |= {"MLFLOW_TRACKING_USERNAME": USER, "MLFLOW_TRACKING_PASSWORD": password}
+        variables |= {"MLFLOW_TRACKING_USERNAME": USER, "MLFLOW_TRACKING_PASSWORD": password}
     if password := known_credential(paths, "prefect"):
-        found["PREFECT_API_AUTH_STRING"] = f"{USER}:{password}"
-    return found
+        variables["PREFECT_API_AUTH_STRING"] = f"{USER}:{password}"
+    return variables

@@ -173,13 +173,13 @@ class KeyRequired:
             or self._knows(Headers(scope=scope))
         ):
             return await self.app(scope, receive, send)
-        said = "This call needs the header `Authorization: Bearer KEY` with the service's key."
-        body = {"kind": "Unauthorized", "error": said}
+        sentence = "This call needs the header `Authorization: Bearer KEY` with the service's key."
+        body = {"kind": "Unauthorized", "error": sentence}
         await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
 
     def _knows(self, headers: Headers) -> bool:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and same(given.strip(), self.key)
+        scheme, _, credential = headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and same(credential.strip(), self.key)
 
 
 def same(given: str, wanted: str) -> bool:

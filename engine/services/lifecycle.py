@@ -263,15 +263,15 @@ def foreground(params: Params, name: str) -> tuple[list[str], dict[str, str]]:
 
     Its settings are written to the state directory, as `up` does. Raises `ConfigError` for an unknown one.
     """
-    known = {service.name: service for service in every_service(params)}
-    if name not in known:
-        raise ConfigError(f"Unknown service {name!r}. Known services: {', '.join(known)}.")
+    by_name = {service.name: service for service in every_service(params)}
+    if name not in by_name:
+        raise ConfigError(f"Unknown service {name!r}. Known services: {', '.join(by_name)}.")
     params.paths.root.mkdir(mode=0o700, parents=True, exist_ok=True)
     _write_settings(params)
     # Engine, trainer and controller read the credentials that they need; others may not be here.
     own = own_environments(params, [name]) if name in ("mlflow", "prefect") else {}
     own |= {WORKER: logins(params.paths)}
-    return [sys.executable, *known[name].command], _shared_environment(params) | own.get(name, {})
+    return [sys.executable, *by_name[name].command], _shared_environment(params) | own.get(name, {})
 
 
 def down(params: Params) -> bool:
@@ -293,10 +293,10 @@ def require_running(params: Params) -> None:
 def status(params: Params) -> list[State]:
     """Return each service's state as the supervisor reports it; all `stopped` when none runs."""
     supervisor = supervisor_of(params)
-    known = supervisor.programs() if supervisor.running() else {}
+    programs = supervisor.programs() if supervisor.running() else {}
     states = []
     for service in services(params):
-        info = known.get(service.name, {"statename": "STOPPED", "pid": 0, "now": 0, "start": 0})
+        info = programs.get(service.name, {"statename": "STOPPED", "pid": 0, "now": 0, "start": 0})
         running_s = info["now"] - info["start"] if info["pid"] else 0
         state = str(info["statename"]).lower()
         url = params.url(service.name) if service.health else ""

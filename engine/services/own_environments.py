@@ -22,14 +22,14 @@ def own_environments(params: Params, names: Collection[str]) -> dict[str, dict[s
     """Return the variables of each service in `names`; creates every credential that is missing."""
     paths = params.paths
     create_credentials(paths)
-    found = {}
+    environments = {}
     if "mlflow" in names:
-        found["mlflow"] = _mlflow(params)
+        environments["mlflow"] = _mlflow(params)
     if "prefect" in names:
-        found["prefect"] = _prefect(paths, params.listener("prefect"))
+        environments["prefect"] = _prefect(paths, params.listener("prefect"))
     if "worker" in names:
-        found["worker"] = logins(paths)
-    return found
+        environments["worker"] = logins(paths)
+    return environments
 
 
 def _mlflow(params: Params) -> dict[str, str]:

@@ -111,27 +111,27 @@ class RemoteStore(Store):
 
     def check(self, locations: Sequence[Location]) -> list[Fault | None]:
         """Verify blobs in the store itself, not in the cache; many small ones in one request."""
-        found: dict[Location, Fault | None] = {}
+        faults: dict[Location, Fault | None] = {}
         small: list[Location] = []
         for location in dict.fromkeys(locations):
             if location.length > CHUNK:
-                found[location] = self._fault(location)
+                faults[location] = self._fault(location)
                 continue
             small.append(location)
             if sum(one.length for one in small) > BATCH_BYTES:
-                found |= self._check_small(small)
+                faults |= self._check_small(small)
                 small = []
-        found |= self._check_small(small)
-        return [found[location] for location in locations]
+        faults |= self._check_small(small)
+        return [faults[location] for location in locations]
 
     def segments(self) -> Iterator[tuple[str, int]]:
         """Yield each segment's name and size in bytes; skip other names under the prefix."""
         with self._faults("list its objects"):
             try:
-                found = self.client.ls(self._prefix, detail=True, refresh=True)
+                entries = self.client.ls(self._prefix, detail=True, refresh=True)
             except FileNotFoundError:
                 return
-        for entry in found:
+        for entry in entries:
             name = entry["name"].rpartition("/")[2]
             if SEGMENT_NAME.fullmatch(name):
                 yield name, entry["size"]
@@ -181,10 +181,10 @@ class RemoteStore(Store):
         """Return the id of the catalog that owns the store; None when none has claimed it."""
         with self._faults("say which catalog owns it"):
             try:
-                said: bytes = self.client.cat_file(self._object(CATALOG_ID))
+                content: bytes = self.client.cat_file(self._object(CATALOG_ID))
             except FileNotFoundError:
                 return None
-        return said.decode().strip()
+        return content.decode().strip()
 
     def belong_to(self, catalog_id: str) -> str:
         """Claim the store for a catalog unless it has an owner; return the owner's id.
@@ -295,9 +295,9 @@ class RemoteStore(Store):
         ends = [one.offset + one.length for one in locations]
         with self._faults("return the blobs asked for"):
             bodies = self.client.cat_ranges(paths, starts, ends, on_error="return")
-        return {one: self._said(one, body) for one, body in zip(locations, bodies, strict=True)}
+        return {one: self._fault_in(one, body) for one, body in zip(locations, bodies, strict=True)}
 
-    def _said(self, location: Location, body: bytes | Exception) -> Fault | None:
+    def _fault_in(self, location: Location, body: bytes | Exception) -> Fault | None:
         if isinstance(body, FileNotFoundError):
             return _missing(location)
         if isinstance(body, Exception):

@@ -140,8 +140,8 @@ class Backend:
 
     def take_open(self, models: Iterable[TinkerModel]) -> list[SessionInfo]:
         """Forget the sessions of some models; return those that were open."""
-        found = [self._open.pop(model.id, None) for model in models]
-        return [session for session in found if session]
+        sessions = [self._open.pop(model.id, None) for model in models]
+        return [session for session in sessions if session]
 
     def close_session(self, session: SessionInfo) -> None:
         """Let a session go."""
@@ -157,18 +157,18 @@ class Backend:
         config, session = loss_config(batch), self._open[model.id]
         id = f"{model.id}:{batch.seq_id}"
         if batch.forward_only:
-            found = self.trainer.forward_only(session, data, batch.loss, config, id)
+            answer = self.trainer.forward_only(session, data, batch.loss, config, id)
         else:
-            found = self.trainer.forward_backward(session, data, batch.loss, config, id, reduction="sum")
+            answer = self.trainer.forward_backward(session, data, batch.loss, config, id, reduction="sum")
         shapes = (one.inputs["target_tokens"].shape for one in batch.data)
-        outputs = zip(found["loss_fn_outputs"], shapes, strict=True)
+        outputs = zip(answer["loss_fn_outputs"], shapes, strict=True)
         logprobs = [np.asarray(row["logprobs"]["data"], "<f4").reshape(shape) for row, shape in outputs]
-        return logprobs, {"loss:sum": found["metrics"]["loss"]}
+        return logprobs, {"loss:sum": answer["metrics"]["loss"]}
 
     def optim_step(self, model: TinkerModel, request: str, adam: bodies.AdamSent) -> dict[str, float]:
         """Apply the gathered gradients, once for each request; without any the step counts alone."""
-        given = protocol.AdamParams(**adam.model_dump(include=set(protocol.AdamParams.model_fields)))
-        done = self.trainer.optim_step(self._open[model.id], given, request, skip=not model.gathered)
+        settings = protocol.AdamParams(**adam.model_dump(include=set(protocol.AdamParams.model_fields)))
+        done = self.trainer.optim_step(self._open[model.id], settings, request, skip=not model.gathered)
         # Recipes log these beside their own, of which one is called `step`.
         return {"optim/grad_norm": done["grad_norm"], "optim/steps": done["step"]}
 
@@ -214,7 +214,7 @@ class Backend:
         """
         body = calls[0]
         params = body.sampling_params
-        asked = {
+        request = {
             "model": served,
             "prompts": [[token for chunk in one.prompt.chunks for token in chunk.tokens] for one in calls],
             "n": body.num_samples,
@@ -229,11 +229,11 @@ class Backend:
             },
         }
         if params.top_k > 0:
-            asked["top_k"] = params.top_k
+            request["top_k"] = params.top_k
         if isinstance(params.stop, str):
-            asked["stop"] = [params.stop]
-        found = self._engine(plaintext).samples(asked, patience_s)
-        return [_response(group) for group in found["groups"]]
+            request["stop"] = [params.stop]
+        answer = self._engine(plaintext).samples(request, patience_s)
+        return [_response(group) for group in answer["groups"]]
 
     def _engine(self, plaintext: str) -> EngineClient:
         with self._lock:
@@ -251,7 +251,7 @@ def _datum(tokens: Array, inputs: Mapping[str, Array]) -> protocol.Datum:
         raise ConfigError("A datum has no target_tokens. Give one or more for each of its tokens.")
     if unknown := sorted(inputs.keys() - KNOWN_INPUTS):
         raise ConfigError(f"The loss input {unknown[0][:64]!r} is not known. Use {', '.join(KNOWN_INPUTS)}.")
-    given = {
+    tensors = {
         name: protocol.TensorData(
             data=array.ravel().tolist(),
             dtype="int64" if name == "target_tokens" else "float32",
@@ -261,7 +261,7 @@ def _datum(tokens: Array, inputs: Mapping[str, Array]) -> protocol.Datum:
     }
     text = protocol.EncodedText(tokens=tokens.tolist())
     # The names are checked above.
-    return protocol.Datum(model_input=protocol.ModelInput(chunks=[text]), loss_fn_inputs=given)  # type: ignore[arg-type]
+    return protocol.Datum(model_input=protocol.ModelInput(chunks=[text]), loss_fn_inputs=tensors)  # type: ignore[arg-type]
 
 
 def loss_config(batch: WireBatch) -> dict[str, float]:
@@ -297,13 +297,13 @@ def _response(group: Mapping[str, Any]) -> bytes:
     return write_samples(sequences, group["prompt_logprobs"], _topk(group["topk_prompt_logprobs"]))
 
 
-def _topk(found: list[list[tuple[int, float]] | None] | None) -> tuple[Array, Array] | None:
+def _topk(rows: list[list[tuple[int, float]] | None] | None) -> tuple[Array, Array] | None:
     """Return token ids and log-probabilities (N, K); empty cells are 0 and -99999."""
-    if found is None:
+    if rows is None:
         return None
-    width = max((len(row) for row in found if row), default=0)
-    ids, values = np.zeros((len(found), width)), np.full((len(found), width), -99999.0)
-    for place, row in enumerate(found):
+    width = max((len(row) for row in rows if row), default=0)
+    ids, values = np.zeros((len(rows), width)), np.full((len(rows), width), -99999.0)
+    for place, row in enumerate(rows):
         for column, (token, logprob) in enumerate(row or ()):
             ids[place, column], values[place, column] = token, logprob
     return ids, values

@@ -146,8 +146,8 @@ def _dense(message: Any, values: Array, shape: tuple[int, ...], what: str) -> Ar
 
 def _size(shape: Sequence[int]) -> int:
     size = 1
-    for one in shape:
-        size *= one
+    for length in shape:
+        size *= length
     return size
 
 
@@ -191,18 +191,18 @@ def write_samples(
     log-probabilities (N, K) of the prompt's likeliest tokens; empty cells are 0 and -99999.
     """
     message = schema.SampleResponse()
-    for one in sequences:
+    for sequence in sequences:
         message.sequences.add(
-            stop_reason=schema.STOP if one.stopped else schema.LENGTH,
-            tokens=np.asarray(one.tokens, "<i4").tobytes(),
-            logprobs=np.asarray(one.logprobs, "<f4").tobytes(),
+            stop_reason=schema.STOP if sequence.stopped else schema.LENGTH,
+            tokens=np.asarray(sequence.tokens, "<i4").tobytes(),
+            logprobs=np.asarray(sequence.logprobs, "<f4").tobytes(),
         )
     if prompt_logprobs is not None:
         filled = [np.nan if value is None else value for value in prompt_logprobs]
         message.prompt_logprobs = np.asarray(filled, "<f4").tobytes()
     if topk is not None:
         ids, values = topk
-        found = message.topk_prompt_logprobs
-        found.token_ids, found.logprobs = ids.astype("<i4").tobytes(), values.astype("<f4").tobytes()
-        found.length, found.k = ids.shape
+        cells = message.topk_prompt_logprobs
+        cells.token_ids, cells.logprobs = ids.astype("<i4").tobytes(), values.astype("<f4").tobytes()
+        cells.length, cells.k = ids.shape
     return bytes(message.SerializeToString())

@@ -15,7 +15,7 @@ import orjson
 from engine.catalog.catalog import Catalog
 from engine.catalog.tinker_records import TinkerCheckpoint, TinkerModel, TinkerResult, TinkerSampler
 from engine.errors import Busy, GraftworkError, NotFound, ServiceError
-from engine.tinker.results import BROKEN, Promise, Promises, Result, failed, told
+from engine.tinker.results import BROKEN, Promise, Promises, Result, error_result, failed
 
 logger = logging.getLogger(__name__)
 # Calls of a model that wait: chunks of one call, and the next pairs of steps.
@@ -148,7 +148,7 @@ class Lines:
             if isinstance(error, ServiceError) and not isinstance(error, Busy):
                 # What the trainer has gathered is not known. The next call opens the session again.
                 line.is_open = False
-            done = Done(after, told(error), durable=False)
+            done = Done(after, error_result(error), durable=False)
         except Exception:
             # The line must go on: a client polls for this result.
             logger.exception("A call of the model %s failed", before.id)
@@ -163,7 +163,7 @@ class Lines:
         try:
             self.catalog.tinker.advance(done.model, *filter(None, (durable, done.made)))
         except ServiceError as error:
-            return told(error)
+            return error_result(error)
         except Exception:
             logger.exception("A call of the model %s was not stored", before.id)
             return failed(BROKEN, by_user=False)

@@ -30,7 +30,7 @@ from engine.tinker.backend import Backend, StateSource
 from engine.tinker.codec import WireBatch, write_output
 from engine.tinker.lines import LOST, NO_MODEL, CallLine, Done, Lines
 from engine.tinker.results import PROTOBUF, Promises, Result
-from engine.tinker.sampling import SampleBatcher, told_of
+from engine.tinker.sampling import SampleBatcher, outcome_of
 
 logger = logging.getLogger(__name__)
 WEIGHTS, SAMPLER = "weights", "sampler_weights"
@@ -71,29 +71,29 @@ class Models:
         for threads in (self._calls, self._questions):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    async def ask(self, call: Callable[..., Answer], *given: Any) -> Answer:
+    async def ask(self, call: Callable[..., Answer], *arguments: Any) -> Answer:
         """Return the result of a call that may wait for the database, in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._questions, call, *given)
+        return await asyncio.get_running_loop().run_in_executor(self._questions, call, *arguments)
 
-    async def ask_trainer(self, call: Callable[..., Answer], *given: Any) -> Answer:
+    async def ask_trainer(self, call: Callable[..., Answer], *arguments: Any) -> Answer:
         """Return the result of a call that may wait for the trainer, in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._calls, call, *given)
+        return await asyncio.get_running_loop().run_in_executor(self._calls, call, *arguments)
 
     # Sessions
 
     def create_session(self, key: Key, body: bodies.SessionSent, idempotency: str) -> str:
         """Add a session and return its id; the same one for the same idempotency key, if there is one."""
-        given = f"{key.owner}\0{idempotency}" if idempotency else secrets.token_hex()
-        id = f"s{hashlib.sha256(given.encode()).hexdigest()[:16]}"
+        source = f"{key.owner}\0{idempotency}" if idempotency else secrets.token_hex()
+        id = f"s{hashlib.sha256(source.encode()).hexdigest()[:16]}"
         self.index.add_session(TinkerSession(id, key.owner, body.user_metadata or {}, time.time()))
         return id
 
     def session(self, key: Key, id: str) -> TinkerSession:
         """Return a session that has not finished. Raises `NotFound`."""
-        found = self.index.find(TinkerSession, key.owner, id)
-        if found is None or found.finished:
+        session = self.index.find(TinkerSession, key.owner, id)
+        if session is None or session.finished:
             raise NotFound("There is no such session, or it has finished. Start a new client.")
-        return found
+        return session
 
     async def hear(self, key: Key, id: str) -> None:
         """Note that a session's client lives. Raises `NotFound`."""
@@ -217,8 +217,8 @@ class Models:
             return Result.of(answer), is_new
 
         async def begin() -> None:
-            found = await told_of(self._calls, work)
-            result, is_new = (found, False) if isinstance(found, Result) else found
+            outcome = await outcome_of(self._calls, work)
+            result, is_new = (outcome, False) if isinstance(outcome, Result) else outcome
             if is_new:
                 self.lines.begin(model)
             self.promises.keep(promise, result)
@@ -249,11 +249,11 @@ class Models:
         """Queue a call of a model's line, which fails for an unknown loss; return the request id."""
         line = await self._line(key, batch.model_id, batch.seq_id)
         if batch.loss not in LOSSES:
-            said = (
+            sentence = (
                 f"The loss {batch.loss[:64]!r} is not supported. Use one of {', '.join(LOSSES)}; the recipes "
                 "of the cookbook take `loss_fn=importance_sampling`."
             )
-            return self.lines.refuse(line, batch.seq_id, ConfigError(said))
+            return self.lines.refuse(line, batch.seq_id, ConfigError(sentence))
 
         def work(model: TinkerModel) -> Done:
             refuse_corrupted(model)
@@ -268,14 +268,14 @@ class Models:
     async def optim_step(self, key: Key, body: bodies.OptimStepSent) -> str:
         """Queue a step in a model's line; return the request id."""
         line = await self.find(key, body.model_id)
-        given = body.adam_params or body.optimizer_params or bodies.AdamSent()
-        if isinstance(given, bodies.OptimizerParamsSent) and given.type != "adamw":
-            said = f"The optimizer {given.type!r} is not supported. Use adamw, the default."
-            return self.lines.refuse(line, body.seq_id, ConfigError(said))
+        settings = body.adam_params or body.optimizer_params or bodies.AdamSent()
+        if isinstance(settings, bodies.OptimizerParamsSent) and settings.type != "adamw":
+            sentence = f"The optimizer {settings.type!r} is not supported. Use adamw, the default."
+            return self.lines.refuse(line, body.seq_id, ConfigError(sentence))
 
         def work(model: TinkerModel) -> Done:
             refuse_corrupted(model)
-            metrics = self.backend.optim_step(model, f"{model.id}:{body.seq_id}", given)
+            metrics = self.backend.optim_step(model, f"{model.id}:{body.seq_id}", settings)
             return Done(replace(model, gathered=0), Result.of({"metrics": metrics, "type": "optim_step"}))
 
         return self.lines.submit(line, body.seq_id, work)
@@ -302,8 +302,8 @@ class Models:
         name = body.path
         if name is None:
             if body.sampling_session_seq_id is None:
-                said = "Give a path, or sampling_session_seq_id."
-                return self.lines.refuse(line, body.seq_id, ConfigError(said))
+                sentence = "Give a path, or sampling_session_seq_id."
+                return self.lines.refuse(line, body.seq_id, ConfigError(sentence))
             return self.lines.submit(line, body.seq_id, self._snapshot(body.sampling_session_seq_id))
 
         def work(model: TinkerModel) -> Done:
@@ -353,51 +353,51 @@ class Models:
 
     def checkpoint(self, key: Key, model: str, kind: str, name: str) -> tuple[TinkerCheckpoint, TinkerModel]:
         """Return a checkpoint and its model. Raises `NotFound`."""
-        found = self.index.checkpoint(key.owner, model, kind, name)
+        checkpoint = self.index.checkpoint(key.owner, model, kind, name)
         origin = self.index.find(TinkerModel, key.owner, model)
-        if found is None or origin is None or not key.sees(origin.policy):
+        if checkpoint is None or origin is None or not key.sees(origin.policy):
             raise NotFound(
                 "There is no such checkpoint, or it has expired. List them with `tinker checkpoint`."
             )
-        return found, origin
+        return checkpoint, origin
 
     def seen_by(self, key: Key, rows: Sequence[TinkerCheckpoint]) -> list[TinkerCheckpoint]:
         """Return those of a tenant's checkpoints whose policies the key may use."""
-        found = {id: self.index.find(TinkerModel, key.owner, id) for id in {row.model for row in rows}}
-        return [row for row in rows if (model := found[row.model]) and key.sees(model.policy)]
+        models = {id: self.index.find(TinkerModel, key.owner, id) for id in {row.model for row in rows}}
+        return [row for row in rows if (model := models[row.model]) and key.sees(model.policy)]
 
-    def delete(self, found: TinkerCheckpoint, model: TinkerModel) -> None:
+    def delete(self, checkpoint: TinkerCheckpoint, model: TinkerModel) -> None:
         """Delete a checkpoint and what it names. Idempotent."""
-        if not self.index.remove_checkpoint(found):
+        if not self.index.remove_checkpoint(checkpoint):
             # It is gone, or was saved again under its name.
             return
         try:
-            if found.kind == WEIGHTS:
-                self.backend.delete_state(model, found.stored)
-            elif not self._is_shared(found):
-                self.backend.retire(model.policy, found.stored)
+            if checkpoint.kind == WEIGHTS:
+                self.backend.delete_state(model, checkpoint.stored)
+            elif not self._is_shared(checkpoint):
+                self.backend.retire(model.policy, checkpoint.stored)
         except ServiceError:
-            self.index.add(found)
+            self.index.add(checkpoint)
             raise
 
-    def _is_shared(self, found: TinkerCheckpoint) -> bool:
+    def _is_shared(self, checkpoint: TinkerCheckpoint) -> bool:
         """Say whether another checkpoint of the model is the same revision: saved twice without a step."""
         return any(
-            other.stored == found.stored and other.name != found.name
-            for other in self.index.all_of(TinkerCheckpoint, found.tenant, "model", found.model)
+            other.stored == checkpoint.stored and other.name != checkpoint.name
+            for other in self.index.all_of(TinkerCheckpoint, checkpoint.tenant, "model", checkpoint.model)
             if other.kind == SAMPLER
         )
 
     def delete_expired(self) -> None:
         """Delete the checkpoints of all tenants whose time is over."""
-        for found in self.index.expired():
-            model = self.index.find(TinkerModel, found.tenant, found.model)
+        for checkpoint in self.index.expired():
+            model = self.index.find(TinkerModel, checkpoint.tenant, checkpoint.model)
             try:
                 if model:
-                    self.delete(found, model)
+                    self.delete(checkpoint, model)
             except GraftworkError as error:
                 # The next round meets it again.
-                logger.warning("The expired checkpoint %s was not deleted: %s", found.path, error)
+                logger.warning("The expired checkpoint %s was not deleted: %s", checkpoint.path, error)
 
     # Sampling
 
@@ -420,13 +420,13 @@ class Models:
 
     def sampler(self, key: Key, id: str) -> TinkerSampler:
         """Return a sampling client. Raises `NotFound`."""
-        found = self._samplers.get((key.owner, id)) or self.index.find(TinkerSampler, key.owner, id)
-        if found is None:
+        sampler = self._samplers.get((key.owner, id)) or self.index.find(TinkerSampler, key.owner, id)
+        if sampler is None:
             raise NotFound("There is no such sampling client. Create one.")
-        self._samplers[key.owner, id] = found
+        self._samplers[key.owner, id] = sampler
         if len(self._samplers) > MOST_SAMPLERS:
             self._samplers.popitem(last=False)
-        return found
+        return sampler
 
     async def sample(self, key: Key, plaintext: str, body: bodies.SampleSent) -> str:
         """Begin samples of a prompt; return the request id.
@@ -482,5 +482,5 @@ def state_name(name: str) -> str:
 
 def probe_prompts(batch: WireBatch) -> list[list[int]]:
     """Return the beginnings of the first data, as prompts of an effect probe."""
-    found = [datum.tokens[:PROBE_TOKENS].tolist() for datum in batch.data[:PROBES]]
-    return [prompt for prompt in found if prompt]
+    prompts = [datum.tokens[:PROBE_TOKENS].tolist() for datum in batch.data[:PROBES]]
+    return [prompt for prompt in prompts if prompt]

@@ -39,7 +39,7 @@ def failed(sentence: str, by_user: bool) -> Result:
     return Result(body, is_error=True, is_users=by_user)
 
 
-def told(error: GraftworkError) -> Result:
+def error_result(error: GraftworkError) -> Result:
     """Return the answer of a call that one of our errors has ended."""
     return failed(str(error), by_user=error.status < 500 and not isinstance(error, Busy))
 
@@ -64,8 +64,8 @@ class Promises:
 
     def find(self, tenant: str, id: str) -> Promise | None:
         """Return the tenant's promise with this id, or None."""
-        found = self._known.get(id)
-        return found if found and found.tenant == tenant else None
+        promise = self._known.get(id)
+        return promise if promise and promise.tenant == tenant else None
 
     def add(self, tenant: str, id: str) -> Promise:
         """Add a promise. The id must be new."""

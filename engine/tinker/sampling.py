@@ -13,7 +13,7 @@ from typing import Any
 from engine.errors import Busy, ConfigError, GraftworkError
 from engine.tinker import bodies
 from engine.tinker.backend import Backend
-from engine.tinker.results import BROKEN, PROTOBUF, Promise, Promises, Result, failed, told
+from engine.tinker.results import BROKEN, PROTOBUF, Promise, Promises, Result, error_result, failed
 
 logger = logging.getLogger(__name__)
 # Requests to the engine at once.
@@ -119,15 +119,15 @@ class SampleBatcher:
 
     async def _sample(self, served: str, plaintext: str, calls: list[_WaitingSample]) -> None:
         queue = self._queues[plaintext]
-        asked = [call.body for call in calls]
+        requests = [call.body for call in calls]
         patience_s = PATIENCE_S if len(calls) == 1 else PATIENCE_TOGETHER_S
 
         def work() -> list[bytes]:
-            return self.backend.sample(served, plaintext, asked, patience_s)
+            return self.backend.sample(served, plaintext, requests, patience_s)
 
         async with queue.turns:
             self._sent += 1
-            results = await told_of(self._threads, work)
+            results = await outcome_of(self._threads, work)
             self._sent -= 1
         if isinstance(results, Result) and len(calls) > 1:
             # Which of them it is about is told to its client alone.
@@ -136,8 +136,8 @@ class SampleBatcher:
             await asyncio.gather(*(self._sample(served, plaintext, part) for part in parts))
             return
         for number, call in enumerate(calls):
-            found = results if isinstance(results, Result) else Result(results[number], PROTOBUF)
-            self.promises.keep(call.promise, found)
+            result = results if isinstance(results, Result) else Result(results[number], PROTOBUF)
+            self.promises.keep(call.promise, result)
         queue.waiting -= len(calls)
         if not queue.waiting:
             self._queues.pop(plaintext, None)
@@ -154,12 +154,12 @@ def _settings(body: bodies.SampleSent) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-async def told_of(executor: ThreadPoolExecutor, work: Callable[[], Any]) -> Any:
+async def outcome_of(executor: ThreadPoolExecutor, work: Callable[[], Any]) -> Any:
     """Return what `work` returns in a thread, or the `Result` that tells its error."""
     try:
         return await asyncio.get_running_loop().run_in_executor(executor, work)
     except GraftworkError as error:
-        return told(error)
+        return error_result(error)
     except Exception:
         # A client polls for this result.
         logger.exception("A call failed")

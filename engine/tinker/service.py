@@ -120,15 +120,15 @@ def _add_session_routes(app: FastAPI, models: Models, caller: Any) -> None:
 
     @app.get("/api/v1/sessions/{id}")
     async def session(id: str, key: caller) -> dict[str, Any]:
-        found = await models.ask(models.index.find, TinkerSession, key.owner, id)
-        if found is None:
+        session = await models.ask(models.index.find, TinkerSession, key.owner, id)
+        if session is None:
             raise NotFound("There is no such session.")
         trained = await models.ask(models.index.all_of, TinkerModel, key.owner, "session", id)
         sampled = await models.ask(models.index.all_of, TinkerSampler, key.owner, "session", id)
         return {
             "training_run_ids": [one.id for one in trained],
             "sampler_ids": [one.id for one in sampled],
-            "user_metadata": found.user_metadata,
+            "user_metadata": session.user_metadata,
         }
 
     @app.post("/api/v1/retrieve_future")
@@ -203,8 +203,8 @@ def _add_training_routes(app: FastAPI, models: Models, caller: Any) -> None:
 
     @app.get("/api/v1/samplers/{id}")
     async def sampler(id: str, key: caller) -> dict[str, Any]:
-        found = await models.ask(models.sampler, key, id)
-        return {"sampler_id": id, "base_model": models.backend.base_name, "model_path": found.path}
+        sampler = await models.ask(models.sampler, key, id)
+        return {"sampler_id": id, "base_model": models.backend.base_name, "model_path": sampler.path}
 
     @app.post("/api/v1/asample")
     async def asample(body: bodies.SampleSent, key: caller, request: Request) -> dict[str, Any]:
@@ -214,13 +214,13 @@ def _add_training_routes(app: FastAPI, models: Models, caller: Any) -> None:
 
 def _add_checkpoint_routes(app: FastAPI, models: Models, caller: Any) -> None:
     runs = "/api/v1/training_runs"
-    one = runs + "/{model}/checkpoints/{kind}/{name}"
+    checkpoint_path = runs + "/{model}/checkpoints/{kind}/{name}"
 
     @app.get(runs)
     async def training_runs(key: caller, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
         page, total = await models.ask(models.index.page, TinkerModel, key.owner, limit, offset)
-        told = [await models.ask(_run, models, model) for model in page if key.sees(model.policy)]
-        return {"training_runs": told, "cursor": {"offset": offset, "limit": limit, "total_count": total}}
+        run_rows = [await models.ask(_run, models, model) for model in page if key.sees(model.policy)]
+        return {"training_runs": run_rows, "cursor": {"offset": offset, "limit": limit, "total_count": total}}
 
     @app.get(runs + "/{model}")
     async def training_run(model: str, key: caller) -> dict[str, Any]:
@@ -240,12 +240,12 @@ def _add_checkpoint_routes(app: FastAPI, models: Models, caller: Any) -> None:
             page = await models.ask(models.seen_by, key, page)
         return {"checkpoints": [_checkpoint(row) for row in page], "cursor": cursor}
 
-    @app.delete(one)
+    @app.delete(checkpoint_path)
     async def delete(model: str, kind: str, name: str, key: caller) -> dict[str, Any]:
         await models.ask_trainer(models.delete, *await models.ask(models.checkpoint, key, model, kind, name))
         return {}
 
-    @app.put(one + "/ttl")
+    @app.put(checkpoint_path + "/ttl")
     async def ttl(model: str, kind: str, name: str, body: bodies.TtlSent, key: caller) -> dict[str, Any]:
         row, _ = await models.ask(models.checkpoint, key, model, kind, name)
         expires_at = time.time() + body.ttl_seconds if body.ttl_seconds else None
@@ -253,7 +253,7 @@ def _add_checkpoint_routes(app: FastAPI, models: Models, caller: Any) -> None:
         await models.ask(models.index.change_checkpoint, changed)
         return _checkpoint(changed)
 
-    @app.post(one + "/publish")
+    @app.post(checkpoint_path + "/publish")
     async def publish(model: str, kind: str, name: str, key: caller) -> dict[str, Any]:
         row, _ = await models.ask(models.checkpoint, key, model, kind, name)
         if row.kind != SAMPLER:
@@ -262,7 +262,7 @@ def _add_checkpoint_routes(app: FastAPI, models: Models, caller: Any) -> None:
         await models.ask(models.index.change_checkpoint, replace(row, public=True, expires_at=None))
         return {}
 
-    @app.delete(one + "/publish")
+    @app.delete(checkpoint_path + "/publish")
     async def unpublish(model: str, kind: str, name: str, key: caller) -> dict[str, Any]:
         row, _ = await models.ask(models.checkpoint, key, model, kind, name)
         await models.ask(models.index.change_checkpoint, replace(row, public=False))
@@ -331,13 +331,13 @@ async def _answer_error(_request: Request, error: GraftworkError) -> JSONRespons
 def _invalid(models: Models) -> Any:
     async def answer(request: Request, error: RequestValidationError) -> JSONResponse:
         # What was sent is not repeated: it may be neither valid JSON nor fit to be shown.
-        told = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:5])
-        said = f"The request is not valid. {told}."
+        faults = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:5])
+        sentence = f"The request is not valid. {faults}."
         with suppress(ValidationError, GraftworkError, AttributeError):
             # The client goes on with the next number, which waits for this one.
             call = bodies.NumberedSent.model_validate(error.body)
-            await models.refuse(request.state.key, call.model_id, call.seq_id, ConfigError(said))
-        return JSONResponse({"detail": said}, 422)
+            await models.refuse(request.state.key, call.model_id, call.seq_id, ConfigError(sentence))
+        return JSONResponse({"detail": sentence}, 422)
 
     return answer
 

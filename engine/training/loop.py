@@ -94,7 +94,7 @@ def open_session(run: Run) -> SessionInfo:
 
     The process that took the last step may have died before it recorded the row, so it is recorded again.
     """
-    config, known = run.config, fitted_policy(run.params, run.policy).config
+    config, policy_config = run.config, fitted_policy(run.params, run.policy).config
     retrying = Retrying(
         retry=retry_if_exception_type(Conflict),
         stop=stop_after_delay(TAKE_OVER_S),
@@ -112,8 +112,8 @@ def open_session(run: Run) -> SessionInfo:
         parent=run.line.parent,
         holder=run.holder,
         config={**config.model_dump(mode="json"), "session": run.line.session, "line_seed": run.line.seed},
-        policy_config=known.model_dump(mode="json"),
-        owner=known.owner,
+        policy_config=policy_config.model_dump(mode="json"),
+        owner=policy_config.owner,
     )
     if session.history:
         record_step(run, session.history[-1])
@@ -152,7 +152,7 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
     config, client, rule, began = run.config, run.client, loss_of(run.config.loss), monotonic()
     # Sample, from the adapter as it is now or, with staleness, as it was.
     handed = client.export(session) if session.step or session.parent else None
-    newest, asked = Sampler(session.step, handed.digest if handed else None), monotonic()
+    newest, sampling_start = Sampler(session.step, handed.digest if handed else None), monotonic()
     drawn, sampled = samples_of(run, session, newest), monotonic()
     # Judge.
     judged, first_s = judge(run.verifier, drawn), drawn.seconds
@@ -167,7 +167,7 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
         advantages_PG /= rewards_PG.std(dim=1, keepdim=True, correction=0) + EPSILON
     # Forward and backward.
     data, scored = build_data(drawn, judged, advantages_PG.tolist(), config), monotonic()
-    found = client.forward_backward(
+    update = client.forward_backward(
         session, data, config.loss, run.loss_settings, router_replay=run.source.replays
     )["metrics"]
     learned = monotonic()
@@ -180,19 +180,19 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
         staleness=float(session.step - drawn.sampler.step),
         **drawn.row(),
         **judged.row(),
-        **found,
-        wait_s=sampled - asked + refill_s,
+        **update,
+        wait_s=sampled - sampling_start + refill_s,
         reward_s=scored - sampled - refill_s,
         update_s=learned - scored,
         handoff_s=handed.seconds if handed else 0.0,
         backpressure_s=client.backpressure_s.pop(session.session, 0.0),
-        tokens_per_s=found["tokens"] / (learned - began),
+        tokens_per_s=update["tokens"] / (learned - began),
     )
     row = {**asdict(step), "handed": newest.digest, "replaced": replaced}
     row["collapse"] = None if config.collapse == "ignore" else warning((*session.history, row), drawn)
     # Optimizer step, which stores the session with the row; the same row, with the norm, goes to the ledger.
     adam = AdamParams(learning_rate=learning_rate(config, session.step))
-    skip = not teaches(judged, config, found["learned_tokens"])
+    skip = not teaches(judged, config, update["learned_tokens"])
     row |= client.optim_step(session, adam, position=drawn.position, record=row, skip=skip)
     record_step(run, row)
     return replace(session, step=row["step"], position=drawn.position, history=(*session.history, row))
@@ -226,8 +226,8 @@ def sampler_of(session: SessionInfo, newest: Sampler, step: int) -> Sampler:
 
 def record_step(run: Run, row: Mapping[str, Any]) -> None:
     """Append a step's row to the ledger's spool; the row's id makes a repeated append harmless."""
-    told = {name: value for name, value in row.items() if name not in FOR_RESTARTS}
-    run.spool.emit("train_steps", id=f"{run.line.session}-{row['step']}", **told, **run.identity)
+    fields = {name: value for name, value in row.items() if name not in FOR_RESTARTS}
+    run.spool.emit("train_steps", id=f"{run.line.session}-{row['step']}", **fields, **run.identity)
 
 
 def export_revision(run: Run, session: SessionInfo) -> Exported:

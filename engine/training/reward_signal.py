@@ -74,7 +74,8 @@ class Trial:
         if self.can_learn:
             return f"GRPO can learn: {seen} (mean reward {fmean(rewards):.2f})."
         if not rewards:
-            return f"GRPO cannot learn: the verifier failed on every group ({told(self.faults)}). Correct it."
+            faults = fault_text(self.faults)
+            return f"GRPO cannot learn: the verifier failed on every group ({faults}). Correct it."
         if min(rewards) == 1:
             return "There is nothing to learn: the base earns the full reward with every answer."
         return f"GRPO cannot learn: {seen} (mean reward {fmean(rewards):.2f}). {REMEDIES}"
@@ -84,6 +85,6 @@ class Trial:
         return {**asdict(self), "can_learn": self.can_learn, "verdict": self.verdict}
 
 
-def told(faults: Mapping[str, int]) -> str:
+def fault_text(faults: Mapping[str, int]) -> str:
     """Return a verifier's failures as text."""
     return ", ".join(f"{fault}: {count}" for fault, count in faults.items())

@@ -234,9 +234,9 @@ def refill(
     many problems as should fill it by the share of groups that teach, at most `REFILLS` batches. Returns the
     step's samples and rewards with those of the replacements, and the next position of their stream.
     """
-    config, found = source.config, sum(judged.teaching)
-    missing, most = config.groups - found, REFILLS * config.groups
-    count = min(most, ceil(missing * len(judged.rewards) / found)) if found else most
+    config, teaching = source.config, sum(judged.teaching)
+    missing, most = config.groups - teaching, REFILLS * config.groups
+    count = min(most, ceil(missing * len(judged.rewards) / teaching)) if teaching else most
     if missing <= 0 or not count:
         return drawn, judged, position
     problems, position = source.replacements(position, count)

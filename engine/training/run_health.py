@@ -41,20 +41,20 @@ def signs(rows: Sequence[Row]) -> dict[str, str]:
     """
     if len(rows) <= WINDOW:
         return {}
-    found: dict[str, str] = {}
+    symptoms: dict[str, str] = {}
     first, last = _mean(rows[:WINDOW], "entropy"), _mean(rows[-WINDOW:], "entropy")
     if first is not None and last is not None and last < ENTROPY * first:
-        found["entropy"] = f"entropy fell from {first:.2f} to {last:.2f} nats a token"
+        symptoms["entropy"] = f"entropy fell from {first:.2f} to {last:.2f} nats a token"
     for name, rise, what in (
         ("repeated", REPEATED, "the share of repeated 3-grams"),
         ("truncated", TRUNCATED, "the share of answers at the token limit"),
     ):
         first, last = _mean(rows[:WINDOW], name), _mean(rows[-WINDOW:], name)
         if first is not None and last is not None and last > first + rise:
-            found[name] = f"{what} rose from {first:.0%} to {last:.0%}"
+            symptoms[name] = f"{what} rose from {first:.0%} to {last:.0%}"
     if (last := _mean(rows[-WINDOW:], "kl")) is not None and last > KL:
-        found["kl"] = f"the KL divergence to the base reached {last:.2f} nats a token"
-    return found
+        symptoms["kl"] = f"the KL divergence to the base reached {last:.2f} nats a token"
+    return symptoms
 
 
 def _mean(rows: Sequence[Row], name: str) -> float | None:
@@ -67,19 +67,19 @@ def warning(rows: Sequence[Row], drawn: Drawn) -> str | None:
 
     `rows` end with the last step's, `drawn` are its samples; the answers are those that repeat most.
     """
-    known = signs(rows[:-1])
-    new = [words for name, words in signs(rows).items() if name not in known]
+    earlier = signs(rows[:-1])
+    new = [words for name, words in signs(rows).items() if name not in earlier]
     if not new:
         return None
     worst = [max(group, key=lambda sample: repeated_share(sample.tokens)) for group in drawn.groups]
     pairs = sorted(zip(drawn.problems, worst, strict=True), key=lambda pair: -repeated_share(pair[1].tokens))[
         :2
     ]
-    said = "; ".join(
+    answers = "; ".join(
         f"{shortened(problem.question)!r} was answered with {shortened(sample.text)!r}"
         for problem, sample in pairs
     )
-    return f"The answers may be collapsing: {', '.join(new)}. {said}."
+    return f"The answers may be collapsing: {', '.join(new)}. {answers}."
 
 
 def refuse_collapse(run: Run, session: SessionInfo) -> None:
@@ -129,12 +129,12 @@ def _examples(run: Run) -> str:
     if drawn is None:
         return ""
     pairs = list(zip(drawn.problems, drawn.groups, strict=True))[:SHOWN]
-    said = (
+    examples = (
         f"{shortened(problem.question)!r} was answered with {shortened(group[0].text)!r}, expected "
         f"{shortened(expected(run.config, problem))!r}"
         for problem, group in pairs
     )
-    return f"Answers: {'; '.join(said)}. "
+    return f"Answers: {'; '.join(examples)}. "
 
 
 def expected(config: PolicyConfig, problem: Problem) -> str:

@@ -70,10 +70,10 @@ def sample_groups(
         "routed_experts": sampling.routed_experts,
     }
     with EngineClient(engine_url, key, "rollout", sampling.timeout_s, sampling.patience_s) as engine:
-        return [[_sample(told) for told in group] for group in engine.rollouts(body)]
+        return [[_sample(answer) for answer in group] for group in engine.rollouts(body)]
 
 
-def _sample(told: dict[str, Any]) -> Sample:
-    tokens, logprobs = tuple(told["tokens"]), tuple(told["logprobs"])
+def _sample(answer: dict[str, Any]) -> Sample:
+    tokens, logprobs = tuple(answer["tokens"]), tuple(answer["logprobs"])
     assert len(tokens) == len(logprobs)
-    return Sample(tokens, logprobs, told["text"], told["truncated"], told.get("routed_experts"))
+    return Sample(tokens, logprobs, answer["text"], answer["truncated"], answer.get("routed_experts"))

@@ -56,10 +56,10 @@ class Engines:
             rows = self.fleet.live()
         except ServiceError:
             return self._urls
-        found = list(dict.fromkeys(row.url for row in rows if row.base == self._base and not row.draining))
-        self._are_several = self._are_several or len(found) > 1
-        if self._are_several and found:
-            self._urls = found
+        urls = list(dict.fromkeys(row.url for row in rows if row.base == self._base and not row.draining))
+        self._are_several = self._are_several or len(urls) > 1
+        if self._are_several and urls:
+            self._urls = urls
         return self._urls
 
 
@@ -111,7 +111,7 @@ class _Step:
         self._ended: SimpleQueue[tuple[int, Groups | BaseException]] = SimpleQueue()
         self._groups: dict[int, list[Sample]] = {}
         # By the number of the request.
-        self._asked: dict[int, tuple[_Piece, str]] = {}
+        self._requests: dict[int, tuple[_Piece, str]] = {}
         self._starts: list[int] = []
         self._waiting: list[tuple[float, _Piece]] = []
 
@@ -121,8 +121,8 @@ class _Step:
         looked = time.monotonic()
         while len(self._groups) < count:
             try:
-                number, found = self._ended.get(timeout=self._next_s())
-                self._take(number, found)
+                number, outcome = self._ended.get(timeout=self._next_s())
+                self._take(number, outcome)
             except Empty:
                 pass
             now = time.monotonic()
@@ -172,7 +172,7 @@ class _Step:
     def _send(self, piece: _Piece, url: str) -> None:
         number = len(self._starts)
         self._starts.append(piece.start)
-        self._asked[number] = (piece, url)
+        self._requests[number] = (piece, url)
         background(partial(self._answer, number, url, piece.start, piece.end))
 
     def _answer(self, number: int, url: str, start: int, end: int) -> None:
@@ -182,18 +182,18 @@ class _Step:
             # Raised, or answered by another engine, in the thread of the step.
             self._ended.put((number, error))
 
-    def _take(self, number: int, found: Groups | BaseException) -> None:
+    def _take(self, number: int, outcome: Groups | BaseException) -> None:
         """Take an answer, also one that is no longer waited for; hand a failed piece on."""
-        if not isinstance(found, BaseException):
-            self._asked.pop(number, None)
-            self._groups.update(enumerate(found, self._starts[number]))
+        if not isinstance(outcome, BaseException):
+            self._requests.pop(number, None)
+            self._groups.update(enumerate(outcome, self._starts[number]))
             return
-        if number not in self._asked:
+        if number not in self._requests:
             return
-        piece, url = self._asked.pop(number)
-        if not isinstance(found, GraftworkError):
-            raise found
-        self._hand_on(piece, url, found)
+        piece, url = self._requests.pop(number)
+        if not isinstance(outcome, GraftworkError):
+            raise outcome
+        self._hand_on(piece, url, outcome)
 
     def _hand_on(self, piece: _Piece, url: str, error: GraftworkError) -> None:
         piece.errors[url] = error
@@ -202,8 +202,8 @@ class _Step:
     def _leave_silent(self) -> None:
         """Hand on what engines were asked that drain, have left or no longer beat."""
         live = self._engines()
-        for number, (piece, url) in list(self._asked.items()):
+        for number, (piece, url) in list(self._requests.items()):
             if url not in live:
-                del self._asked[number]
+                del self._requests[number]
                 error = ServiceError(f"The engine at {url} has left the catalog's live engines.")
                 self._hand_on(piece, url, error)

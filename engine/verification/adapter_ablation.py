@@ -52,8 +52,8 @@ class AdapterAblation:
         rows = self.reference(shipped).rows if shipped else self.probe.rows
         wanted = [row.adapter if shipped else row.base for row in rows]
         name = self._publish(served) if served else self.base_name
-        found = gaps([self.engine.logprobs(name, row.tokens) for row in rows], wanted)
-        return MEASURES[self.probe.dtype](found, gaps([r.adapter for r in rows], [r.base for r in rows]))
+        probe_gaps = gaps([self.engine.logprobs(name, row.tokens) for row in rows], wanted)
+        return MEASURES[self.probe.dtype](probe_gaps, gaps([r.adapter for r in rows], [r.base for r in rows]))
 
     def _publish(self, tensors: Tensors) -> str:
         manifest, now = describe(self.row, tensors), time.time()

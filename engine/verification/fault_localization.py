@@ -40,7 +40,7 @@ def locate_fault(served: Tensors, shipped: Tensors, compare: Compare, tolerance:
         return compare(*parts)
 
     layers_of = {
-        name: sorted({layer for found, layer in places.values() if found == name})
+        name: sorted({layer for side, layer in places.values() if side == name})
         for name in sorted({name for name, _ in places.values()})
     }
     errors = {name: error(name, layers) for name, layers in layers_of.items()}

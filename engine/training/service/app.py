@@ -134,14 +134,14 @@ def state_of(future: Future[Any]) -> dict[str, Any]:
     state = "cancelled" if isinstance(error, Cancelled) else "failed"
     if not isinstance(error, GraftworkError):
         return {"state": state, "kind": "ServiceError", "error": f"The trainer failed: {error!r}."}
-    return {"state": state, **_said(error)}
+    return {"state": state, **_error_fields(error)}
 
 
-def _said(error: GraftworkError) -> dict[str, Any]:
-    said: dict[str, Any] = {"kind": type(error).__name__, "error": str(error)}
+def _error_fields(error: GraftworkError) -> dict[str, Any]:
+    fields: dict[str, Any] = {"kind": type(error).__name__, "error": str(error)}
     if isinstance(error, Busy):
-        said |= {"retry_after_s": error.retry_after_s, "queue": error.queue}
-    return said
+        fields |= {"retry_after_s": error.retry_after_s, "queue": error.queue}
+    return fields
 
 
 async def _answer_error(_: Any, error: GraftworkError) -> JSONResponse:
@@ -149,7 +149,7 @@ async def _answer_error(_: Any, error: GraftworkError) -> JSONResponse:
     status = ServiceError.status if isinstance(error, Busy) else error.status
     # Whole seconds (RFC 9110, section 10.2.3).
     headers = {"Retry-After": str(math.ceil(error.retry_after_s))} if isinstance(error, Busy) else None
-    return JSONResponse(_said(error), status, headers)
+    return JSONResponse(_error_fields(error), status, headers)
 
 
 async def _answer_invalid(request: Any, error: RequestValidationError) -> JSONResponse:
@@ -233,12 +233,12 @@ def load_part(params: Params, info: "BaseInfo", ranks: "Ranks") -> "ShardedBase"
     """
     from engine.training.model.sharded import ShardedBase
 
-    found = ranks.every((info.digest, code_version()))
-    for number, (digest, version) in enumerate(found):
-        if found[0] != (digest, version):
+    parts = ranks.every((info.digest, code_version()))
+    for number, (digest, version) in enumerate(parts):
+        if parts[0] != (digest, version):
             raise ConfigError(
                 f"Rank {number} has the base {digest[:12]} and Graftwork {version}, rank 0 has "
-                f"{found[0][0][:12]} and {found[0][1]}. Give all ranks the same base and version."
+                f"{parts[0][0][:12]} and {parts[0][1]}. Give all ranks the same base and version."
             )
     device = "cpu" if cuda_bytes() is None else f"cuda:{ranks.place}"
     return ShardedBase(ranks, *arguments_of(params, info.path, threads_of(params, ranks.near), device))

@@ -102,8 +102,8 @@ class TrainerClient(ServiceClient):
 
     def forward(self, session: SessionInfo, data: Sequence[protocol.Datum]) -> list[list[float]]:
         """Return each datum's log-probabilities under the session's adapter."""
-        given = protocol.ForwardBackwardInput(data=list(data))
-        outputs = self._run("/forward", protocol.Forward(**_who(session), forward_input=given))
+        batch = protocol.ForwardBackwardInput(data=list(data))
+        outputs = self._run("/forward", protocol.Forward(**_who(session), forward_input=batch))
         return [row["logprobs"]["data"] for row in outputs["loss_fn_outputs"]]
 
     def forward_only(
@@ -118,10 +118,10 @@ class TrainerClient(ServiceClient):
 
         The metrics are `loss`, the sum, and `tokens`.
         """
-        given = protocol.ForwardBackwardInput(
+        batch = protocol.ForwardBackwardInput(
             data=list(data), loss_fn=loss, loss_fn_config=dict(config or {}), reduction="sum"
         )
-        return self._run("/forward", protocol.Forward(**_who(session, request_id), forward_input=given))
+        return self._run("/forward", protocol.Forward(**_who(session, request_id), forward_input=batch))
 
     def forward_backward(
         self,
@@ -138,7 +138,7 @@ class TrainerClient(ServiceClient):
         `loss_fn_outputs[i]["logprobs"]["data"]` has one value for each completion token of datum i, or with
         the reduction `sum` one for each target (N, or N * K row-major); `metrics["loss"]` is then the sum.
         """
-        given = protocol.ForwardBackwardInput(
+        batch = protocol.ForwardBackwardInput(
             data=list(data),
             loss_fn=loss,
             loss_fn_config=dict(config or {}),
@@ -146,7 +146,7 @@ class TrainerClient(ServiceClient):
             reduction=reduction,
         )
         who = {**_who(session, request_id), "gathered": self._gathered.get(session.session)}
-        body = protocol.ForwardBackward(**who, forward_backward_input=given)
+        body = protocol.ForwardBackward(**who, forward_backward_input=batch)
         result = self._run("/forward_backward", body)
         if session.session in self._gathered:
             self._gathered[session.session] += 1
@@ -248,7 +248,7 @@ class TrainerClient(ServiceClient):
     def _run(self, path: str, body: protocol.Request) -> dict[str, Any]:
         def send() -> dict[str, Any]:
             sent = self.http.post(path, content=body.model_dump_json(), headers=_JSON)
-            return self._wait(self._told(sent, dict)["operation"])
+            return self._wait(self._json_of(sent, dict)["operation"])
 
         session, until = str(getattr(body, "session", "")), time.monotonic() + self.busy_s
         while True:
@@ -268,7 +268,7 @@ class TrainerClient(ServiceClient):
                 raise _Lost(
                     f"The trainer at {self.url} has restarted and does not know the operation {operation}."
                 )
-            answer = self._told(response, dict)
+            answer = self._json_of(response, dict)
             if answer["state"] == "done":
                 return dict(answer["result"])
             if answer["state"] != "pending":
@@ -277,9 +277,9 @@ class TrainerClient(ServiceClient):
             f"The trainer did not finish the operation {operation} within {self.timeout_s:.0f} s."
         )
 
-    def _fault(self, response: httpx.Response) -> GraftworkError:
-        said = body_of(response)
-        return _error(said) if "kind" in said else super()._fault(response)
+    def _error_of(self, response: httpx.Response) -> GraftworkError:
+        answer = body_of(response)
+        return _error(answer) if "kind" in answer else super()._error_of(response)
 
 
 _JSON = {"content-type": "application/json"}
@@ -304,8 +304,8 @@ def _body(kind: type[Body], /, **fields: Any) -> Body:
         raise ConfigError(f"The request is not valid. {explain(error, kind)}") from None
 
 
-def _error(said: Mapping[str, Any]) -> GraftworkError:
-    found, sentence = getattr(errors, said["kind"], ServiceError), said["error"]
-    if found is Busy:
-        return Busy(sentence, said["retry_after_s"], said["queue"])
-    return found(sentence) if issubclass(found, GraftworkError) else ServiceError(sentence)
+def _error(answer: Mapping[str, Any]) -> GraftworkError:
+    kind, sentence = getattr(errors, answer["kind"], ServiceError), answer["error"]
+    if kind is Busy:
+        return Busy(sentence, answer["retry_after_s"], answer["queue"])
+    return kind(sentence) if issubclass(kind, GraftworkError) else ServiceError(sentence)

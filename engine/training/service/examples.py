@@ -17,19 +17,19 @@ CLIPS = ("clip_low_threshold", "clip_high_threshold")
 CLIPPED = ("ppo", "cispo", "gspo")
 
 
-def examples_of(given: ForwardBackwardInput) -> list[Example]:
+def examples_of(batch: ForwardBackwardInput) -> list[Example]:
     """Return a call's examples by its reduction; `ConfigError` with the first datum that is not valid."""
-    if given.reduction == "mean":
-        return [example_of(datum) for datum in given.data]
-    if given.router_replay:
+    if batch.reduction == "mean":
+        return [example_of(datum) for datum in batch.data]
+    if batch.router_replay:
         raise ConfigError("A sum is over all targets, and router_replay leaves some out. Send one of them.")
-    for i, datum in enumerate(given.data):
-        if other := set(datum.loss_fn_inputs) ^ set(given.data[0].loss_fn_inputs):
+    for i, datum in enumerate(batch.data):
+        if other := set(datum.loss_fn_inputs) ^ set(batch.data[0].loss_fn_inputs):
             raise ConfigError(
                 f"Only one of the data 0 and {i} has {' and '.join(sorted(other))}. Give all data the same "
                 "loss inputs."
             )
-    return [summed_example(datum, given.loss_fn, i) for i, datum in enumerate(given.data)]
+    return [summed_example(datum, batch.loss_fn, i) for i, datum in enumerate(batch.data)]
 
 
 def example_of(datum: Datum) -> Example:

@@ -72,11 +72,11 @@ class Exporter:
         directory = self._directory(session, request, tensors, manifest, between) if is_revision else None
         # After the effect probe, which may take minutes.
         shapes, now = session.base.shapes, time.time()
-        given = (self.catalog, self.store, tensors, manifest, self.dtype, shapes, opened.owner, now)
+        arguments = (self.catalog, self.store, tensors, manifest, self.dtype, shapes, opened.owner, now)
         publish(
             self.catalog,
             self.store,
-            partial(put, *given),
+            partial(put, *arguments),
             state="exported" if is_revision else "snapshot",
             expires_at=None if is_revision else now + (request.ttl_s or opened.snapshot_ttl_s),
         )

@@ -135,13 +135,13 @@ class Queue:
         """
         id, line = operation.id, operation.line
         with self._changed:
-            known = self._known.get(id)
-            if known is None or _failed(known.future):
+            earlier = self._known.get(id)
+            if earlier is None or _failed(earlier.future):
                 self._refuse_when_full(line)
                 self._known[id] = operation
                 self._lines.setdefault(line, deque()).append(operation)
                 self._changed.notify()
-            elif known.content != operation.content:
+            elif earlier.content != operation.content:
                 raise Conflict(
                     f"The request id {id!r} was used before for a different request. Give each request its "
                     "own id."

@@ -42,12 +42,12 @@ def _policy_of(folder: Path) -> str | None:
 
 def refuse_open(directory: Path, policy: str) -> list[Path]:
     """Return a policy's stored sessions; `Conflict` when one of them was written within the lease."""
-    found = list(stored_sessions(directory, policy))
-    for folder in found:
+    folders = list(stored_sessions(directory, policy))
+    for folder in folders:
         file = state_file(folder)
         if file.is_file() and time.time() - file.stat().st_mtime < LEASE_S:
             raise Conflict(open_sentence(policy, folder.name))
-    return found
+    return folders
 
 
 def remove_sessions(directory: Path, policy: str) -> dict[str, int]:

@@ -110,12 +110,12 @@ class Sessions:
 
         An expired lease is renewed unless the writer closed the session or another writer is active.
         """
-        known = self.find(name)
-        if known is None or known.fence != fence or known.heard == NEVER:
+        entry = self.find(name)
+        if entry is None or entry.fence != fence or entry.heard == NEVER:
             return False
-        if not known.is_active and self._other_writer(known.opened):
+        if not entry.is_active and self._other_writer(entry.opened):
             return False
-        known.heard = time.monotonic()
+        entry.heard = time.monotonic()
         return True
 
     def _other_writer(self, opened: CreateSession) -> CreateSession | None:
@@ -135,20 +135,20 @@ class Sessions:
 
     def checked(self, request: SessionRequest) -> Known:
         """Return a request's session; `Conflict` for an old fence or while another writer is active."""
-        known = self.find(request.session)
-        if known is None:
+        entry = self.find(request.session)
+        if entry is None:
             raise NotFound(f"There is no session {request.session!r}. Create it first.")
-        if known.fence != request.fence:
+        if entry.fence != request.fence:
             raise Conflict(f"Session {request.session!r} has another writer now. Stop this run.")
-        if not known.is_active:
-            self.refuse_other_writers(known.opened)
-        known.heard = time.monotonic()
-        return known
+        if not entry.is_active:
+            self.refuse_other_writers(entry.opened)
+        entry.heard = time.monotonic()
+        return entry
 
     def writable(self, request: SessionRequest) -> Session:
         """Return a request's session, loaded from its last step if it was evicted."""
-        known = self.checked(request)
-        session = known.session or self._bring(known.opened)
+        entry = self.checked(request)
+        session = entry.session or self._bring(entry.opened)
         self.keep(session)
         return session
 
@@ -177,8 +177,8 @@ class Sessions:
 
     def keep(self, session: Session) -> None:
         """Keep a session in memory and renew its writer's lease."""
-        known, opened = self._known.get(session.name), session.opened
-        size = known.bytes if known and known.session is session else self.bytes_of(opened)
+        entry, opened = self._known.get(session.name), session.opened
+        size = entry.bytes if entry and entry.session is session else self.bytes_of(opened)
         self._journals[session.name] = session.journal
         self._known[session.name] = Known(
             opened, session.fence, time.monotonic(), size, session.step, session
@@ -224,25 +224,25 @@ class Sessions:
                 f"the trainer has {self.budget:,} for all sessions. Lower `rank`, or raise trainer.sessions "
                 "on a GPU and the free memory on a CPU."
             )
-        others = {name: one for name, one in self._known.items() if name != opened.session}
-        leaving = iter(sorted((one for one in others.values() if one.session), key=self._idleness))
-        while sum(one.bytes for one in others.values() if one.session) + needed > self.budget:
-            one = next(leaving)
-            if not one.can_leave:
+        others = {name: entry for name, entry in self._known.items() if name != opened.session}
+        leaving = iter(sorted((entry for entry in others.values() if entry.session), key=self._idleness))
+        while sum(entry.bytes for entry in others.values() if entry.session) + needed > self.budget:
+            entry = next(leaving)
+            if not entry.can_leave:
                 raise Busy(
                     f"The {self.budget:,} bytes for sessions are taken by policies in the middle of a step.",
                     1.0,
                     {"queue_state": "paused_capacity"},
                 )
-            self._leave(one)
+            self._leave(entry)
 
-    def _idleness(self, known: Known) -> tuple[bool, bool, float]:
-        return not known.can_leave, self.waiting(known.opened.session) > 0, known.heard
+    def _idleness(self, entry: Known) -> tuple[bool, bool, float]:
+        return not entry.can_leave, self.waiting(entry.opened.session) > 0, entry.heard
 
-    def _leave(self, known: Known) -> None:
-        if known.session:
-            known.step = known.session.step
-        known.session = None
+    def _leave(self, entry: Known) -> None:
+        if entry.session:
+            entry.step = entry.session.step
+        entry.session = None
 
     def headers(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Yield each stored session's file and header, newest first; damaged files are skipped."""
@@ -261,20 +261,20 @@ class Sessions:
 
     def rows(self, stored: int = 0) -> list[dict[str, Any]]:
         """Describe the known sessions and the newest `stored` ones, the most recently used first."""
-        known = dict(self._known)
-        known |= {name: one for name, one in islice(self._newest(), stored) if name not in known}
+        entries = dict(self._known)
+        entries |= {name: entry for name, entry in islice(self._newest(), stored) if name not in entries}
         now = time.monotonic()
-        ordered = sorted(known.items(), key=lambda item: item[1].heard, reverse=True)
+        ordered = sorted(entries.items(), key=lambda item: item[1].heard, reverse=True)
         return [
             {
                 "session": name,
-                "policy": one.opened.policy,
-                "step": one.session.step if one.session else one.step,
-                "resident": one.session is not None,
-                "bytes": one.bytes,
-                "heard_s": None if one.heard == NEVER else round(now - one.heard, 3),
-                "holder": one.opened.holder if one.is_active else None,
+                "policy": entry.opened.policy,
+                "step": entry.session.step if entry.session else entry.step,
+                "resident": entry.session is not None,
+                "bytes": entry.bytes,
+                "heard_s": None if entry.heard == NEVER else round(now - entry.heard, 3),
+                "holder": entry.opened.holder if entry.is_active else None,
                 "queued": self.waiting(name),
             }
-            for name, one in ordered
+            for name, entry in ordered
         ]

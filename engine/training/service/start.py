@@ -111,12 +111,12 @@ def _fitted(request: CreateSession, tensors: dict[str, Tensor], base: ResidentBa
     """Start at canonical tensors: omitted settings are taken from them, given ones must fit them."""
     validate(tensors, None, base.modules)
     modules = {split_key(key)[0] for key in tensors}
-    found = largest_rank(tensors)
+    largest = largest_rank(tensors)
     targets = request.targets or list(targets_of(tensors))
-    rank = request.rank or found
-    if found > rank:
+    rank = request.rank or largest
+    if largest > rank:
         raise AdapterError(
-            f"The adapter has rank {found}, over this session's {rank}. Raise `rank`, or leave it out."
+            f"The adapter has rank {largest}, over this session's {rank}. Raise `rank`, or leave it out."
         )
     chosen = chosen_sites(base.sites, targets)
     places = {split_key(key)[0] for site in chosen.values() for key in site.keys("lora_A")}

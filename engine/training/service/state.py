@@ -94,26 +94,26 @@ def _load(path: Path, mmap: bool = False) -> dict[str, Any]:
             f"The stored session {path} is damaged ({error}). Restore the file from a copy, or remove it to "
             "start over."
         ) from None
-    if (found := stored.get("tree", stored).get("version", 0)) < VERSION:
-        raise ServiceError(f"The stored session {path} has version {found}. {UPGRADE_FIRST}")
+    if (version := stored.get("tree", stored).get("version", 0)) < VERSION:
+        raise ServiceError(f"The stored session {path} has version {version}. {UPGRADE_FIRST}")
     return stored
 
 
 def _flattened(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state as one flat float32 tensor, the tensors' shapes, and the tree of all other values."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def planted(node: Any) -> Any:
         if isinstance(node, dict):
             return {key: planted(value) for key, value in node.items()}
         if not isinstance(node, Tensor) or node.dtype != torch.float32:
             return node
-        found.append(node)
-        return (PLACE, len(found) - 1)
+        tensors.append(node)
+        return (PLACE, len(tensors) - 1)
 
     tree = planted(state)
-    flat = torch.cat([tensor.reshape(-1) for tensor in found])
-    return {"tree": tree, "shapes": [tuple(tensor.shape) for tensor in found], "flat": flat}
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return {"tree": tree, "shapes": [tuple(tensor.shape) for tensor in tensors], "flat": flat}
 
 
 def _replanted(node: Any, tensors: Sequence[Tensor]) -> Any:
@@ -179,12 +179,12 @@ class Journal:
     def rows(self, last: int | None) -> list[Row]:
         """Return the chain of rows that ends with the one at offset `last`, oldest first."""
         whole = _committed(self.path, self.size) + self._pending
-        found = []
+        rows = []
         while last is not None:
             entry = json.loads(whole[last : whole.index(b"\n", last)])
-            found.append(entry["row"])
+            rows.append(entry["row"])
             last = entry["after"]
-        return found[::-1]
+        return rows[::-1]
 
     def answer(self, request_id: str) -> dict[str, Any]:
         """Return a request's result; a session's description is completed with the history up to its step."""

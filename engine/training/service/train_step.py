@@ -90,10 +90,10 @@ class TrainStep:
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> "TrainStep":
         """Read a row of any version: missing columns stay None, unknown ones are ignored."""
-        known = {item.name: row[item.name] for item in fields(cls) if row.get(item.name) is not None}
+        values = {item.name: row[item.name] for item in fields(cls) if row.get(item.name) is not None}
         # The ledger returns JSON as text.
-        counts = {name: json.loads(known[name]) for name in COUNTS if isinstance(known.get(name), str)}
-        return cls(**known | counts)
+        counts = {name: json.loads(values[name]) for name in COUNTS if isinstance(values.get(name), str)}
+        return cls(**values | counts)
 
     @property
     def phases(self) -> dict[str, float]:

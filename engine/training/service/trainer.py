@@ -147,10 +147,10 @@ class Trainer:
 
     def forward(self, request: protocol.Forward) -> dict[str, Any]:
         """Return each datum's log-probabilities under the session's adapter, and a summed loss."""
-        session, given = self.sessions.writable(request), request.forward_input
-        sums = given.reduction == "sum"
-        objective = Objective.of(given.loss_fn, given.loss_fn_config, sums=True) if sums else None
-        data = self._examples(given)
+        session, batch = self.sessions.writable(request), request.forward_input
+        sums = batch.reduction == "sum"
+        objective = Objective.of(batch.loss_fn, batch.loss_fn_config, sums=True) if sums else None
+        data = self._examples(batch)
         rows = [example.row for example in data]
         check_rows(self.base, rows)
         logprobs = self.base.score(session.adapter, rows, self._between(request))
@@ -164,17 +164,17 @@ class Trainer:
         return self._gather({self.queue.operation(request.request_id): self._called(request)})[0]
 
     def _called(self, request: protocol.ForwardBackward) -> tuple[Session, LossCall]:
-        session, given = self.sessions.writable(request), request.forward_backward_input
+        session, batch = self.sessions.writable(request), request.forward_backward_input
         session.expect(request.gathered)
-        if given.loss_fn not in LOSSES:
-            refuse_unlisted("loss", given.loss_fn, self.params.python_modules)
-        data, sums = self._examples(given), given.reduction == "sum"
-        call = LossCall(session.adapter, data, given.loss_fn, given.loss_fn_config, given.router_replay, sums)
+        if batch.loss_fn not in LOSSES:
+            refuse_unlisted("loss", batch.loss_fn, self.params.python_modules)
+        data, sums = self._examples(batch), batch.reduction == "sum"
+        call = LossCall(session.adapter, data, batch.loss_fn, batch.loss_fn_config, batch.router_replay, sums)
         return session, call
 
     def _gather(self, called: Mapping[Operation, tuple[Session, LossCall]]) -> list[dict[str, Any]]:
         """Gather gradients in one pass and return the results; after an error nothing is gathered."""
-        found = forward_backward(
+        results = forward_backward(
             self.base, [call for _, call in called.values()], partial(self._go_on, list(called))
         )
         for session, _ in called.values():
@@ -184,7 +184,7 @@ class Trainer:
                 "loss_fn_outputs": _outputs(one.logprobs),
                 "metrics": {**asdict(one.metrics), "peak_memory": peak_memory()},
             }
-            for one in found
+            for one in results
         ]
 
     def _between(self, request: protocol.Request) -> Callable[[], None]:
@@ -200,10 +200,10 @@ class Trainer:
     def _perform(self, operations: Sequence[Operation]) -> None:
         """Carry out operations of different sessions: in one pass where possible, else one by one."""
         with self.cores.computing() if self.cores else nullcontext():
-            found = self._in_one_pass(operations) if len(operations) > 1 else {}
+            results = self._in_one_pass(operations) if len(operations) > 1 else {}
             for operation in operations:
-                if operation in found:
-                    operation.future.set_result(found[operation])
+                if operation in results:
+                    operation.future.set_result(results[operation])
                 else:
                     operation.perform()
 
@@ -231,16 +231,16 @@ class Trainer:
         """Return the operations that can share a pass: valid, with their sessions in memory."""
         called = {}
         for operation in operations:
-            known, request = self.sessions.find(operation.line), operation.request
+            entry, request = self.sessions.find(operation.line), operation.request
             assert isinstance(request, protocol.ForwardBackward)
-            if known and known.session:
+            if entry and entry.session:
                 # An invalid call gets its error when it runs alone.
                 with suppress(GraftworkError):
                     called[operation] = self._called(request)
         return called
 
-    def _examples(self, given: protocol.ForwardBackwardInput) -> list[Example]:
-        examples = examples_of(given)
+    def _examples(self, batch: protocol.ForwardBackwardInput) -> list[Example]:
+        examples = examples_of(batch)
         for example in examples:
             if example.row.routes is not None:
                 self.base.replay.check(example.row.routes)
@@ -319,11 +319,11 @@ def is_joinable(request: protocol.ForwardBackward) -> bool:
 
     Earlier gradients would be held twice for all sessions at once. Invalid data run alone.
     """
-    given = request.forward_backward_input
-    if request.gathered or given.router_replay or any(datum.routed_experts for datum in given.data):
+    batch = request.forward_backward_input
+    if request.gathered or batch.router_replay or any(datum.routed_experts for datum in batch.data):
         return False
     with suppress(ConfigError):
-        return is_small([example.row for example in examples_of(given)])
+        return is_small([example.row for example in examples_of(batch)])
     return False
 
 
