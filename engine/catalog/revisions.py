@@ -5,7 +5,8 @@ rows.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from itertools import compress
+from functools import lru_cache
+from itertools import chain, compress
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, func, literal, select, tuple_, update
@@ -34,6 +35,9 @@ from engine.catalog.withheld import lift_quarantine
 from engine.errors import Moved
 
 LAST_ID = (1 << 31) - 1
+# Rows of a statement. Each statement gives the GIL away once, and a thread beside a busy one waits to have it
+# back; SQLite takes 32,766 parameters.
+ROWS = 1500
 
 
 class Revisions:
@@ -47,9 +51,14 @@ class Revisions:
         # The revision with this whole digest; None when there is none.
         self.find = rows.find
         self._unknown = names
-        mark, columns = access.mark, ", ".join(f'"{column.name}"' for column in COLUMNS)
-        values = ", ".join([mark] * len(COLUMNS))
-        self._add = f"INSERT INTO revisions ({columns}) VALUES ({values}) ON CONFLICT DO NOTHING"
+        columns = ", ".join(f'"{column.name}"' for column in COLUMNS)
+        row = f"({', '.join([access.mark] * len(COLUMNS))})"
+        # The statement that adds so many rows.
+        self._add = lru_cache(8)(
+            lambda count: (
+                f"INSERT INTO revisions ({columns}) VALUES {', '.join([row] * count)} ON CONFLICT DO NOTHING"
+            )
+        )
 
     def add_many(
         self, rows: Sequence[Revision], shared: Collection[str] = (), layouts: Sequence[Layout] = ()
@@ -85,10 +94,15 @@ class Revisions:
         if not values:
             return []
         last = connection.scalar(select(func.coalesce(func.max(table.id), 0)))
-        if connection.exec_driver_sql(self._add, values).rowcount == len(values):
+        added = 0
+        for start in range(0, len(values), ROWS):
+            rows = values[start : start + ROWS]
+            parameters = tuple(chain.from_iterable(rows))
+            added += connection.exec_driver_sql(self._add(len(rows)), parameters).rowcount
+        if added == len(values):
             return [True] * len(values)
-        added = select(table.policy, table.digest).where(table.id > last)
-        keys = {tuple(row) for row in connection.execute(added)}
+        query = select(table.policy, table.digest).where(table.id > last)
+        keys = {tuple(row) for row in connection.execute(query)}
         is_new = []
         for key in ((value[0], value[1]) for value in values):
             is_new.append(key in keys)
