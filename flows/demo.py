@@ -39,6 +39,7 @@ PATIENT = 64
 MOST_USERS = 4000
 # The bad revision learns another answer format, or on a real base the opposite of its policy's rule.
 WRONG_FORMAT: dict[str, Any] = {"contract": "json", "steps": 12}
+OTHER_FORMAT = WRONG_FORMAT | {"contract": "terse"}
 WRONG_RULE: dict[str, Any] = {
     "verifier": "python:engine.problems.language:not_short_answer", "steps": 4, "lr": 2e-3,
 }  # fmt: skip
@@ -78,7 +79,10 @@ def demo(params: Params, stages: dict[str, float], began: float) -> Outcome:
 def bad_form(params: Params) -> AdaptForm:
     """Return the form that trains a revision of the first policy towards the wrong answers."""
     policy = next(iter(params.policies))
-    wrong = WRONG_FORMAT if is_generated(params, policy) else WRONG_RULE
+    wrong = WRONG_RULE
+    if is_generated(params, policy):
+        is_json = params.policy(policy).contract == WRONG_FORMAT["contract"]
+        wrong = OTHER_FORMAT if is_json else WRONG_FORMAT
     return AdaptForm(policy=policy, scored=False, **wrong)
 
 

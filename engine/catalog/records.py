@@ -13,7 +13,7 @@ from engine.base.text_files import text_digest
 from engine.errors import Forbidden
 from engine.settings.params import DIGEST12
 
-# That of engine/catalog/tables.py, and the oldest one that schema.py brings to it.
+# That of engine/catalog/tables.py, and the oldest one that migration.py brings to it.
 SCHEMA_VERSION, OLDEST_SCHEMA = "0014", "0010"
 # Values of `Revision.state`; a row holds the index.
 STATES = ("snapshot", "exported")

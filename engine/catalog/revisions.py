@@ -18,6 +18,7 @@ from engine.catalog.purges import refuse_purged
 from engine.catalog.records import Revision, served_name
 from engine.catalog.revision_rows import (
     CANDIDATES,
+    CHUNK,
     COLUMNS,
     EXPORTED,
     NEWEST_FIRST,
@@ -79,8 +80,10 @@ class Revisions:
                 refuse_purged(connection, {row.policy for row in rows})
             for layout in layouts:
                 connection.execute(self._access.put(tables.layouts, layout))
-            for row, value in _by_place(rows, values):
-                if row.digest in shared and not _is_named(connection, value):
+            borrowed = [(row, value) for row, value in zip(rows, values, strict=True) if row.digest in shared]
+            named = _places_of(connection, {value[1] for _, value in borrowed})
+            for row, value in borrowed:
+                if (value[1], *value[SEGMENT : SEGMENT + 2]) not in named:
                     raise moved(row.policy, row.digest)
             is_new = self._insert(connection, values)
             if any_held:
@@ -191,20 +194,12 @@ def moved(policy: str, digest: str) -> Moved:
     )
 
 
-def _by_place(
-    rows: Sequence[Revision], values: Sequence[tuple[Any, ...]]
-) -> Iterable[tuple[Revision, tuple[Any, ...]]]:
-    """Return one row, with its values, of those that name the same bytes."""
-    pairs = zip(rows, values, strict=True)
-    return {(row.digest, row.segment, row.offset): (row, value) for row, value in pairs}.values()
-
-
-def _is_named(connection: Connection, value: Sequence[Any]) -> bool:
-    """Say whether any row names the same bytes as this one."""
-    _, digest, *_ = value
-    segment, offset = value[SEGMENT : SEGMENT + 2]
-    there = table.digest == digest, table.segment == segment, table.offset == offset
-    return connection.execute(select(table.id).where(*there).limit(1)).first() is not None
+def _places_of(connection: Connection, digests: Iterable[bytes]) -> set[tuple[Any, ...]]:
+    """Return (digest, segment, offset) of the bytes that rows of these digests name."""
+    query = select(table.digest, table.segment, table.offset).distinct()
+    keys = sorted(digests)
+    chunks = (keys[start : start + CHUNK] for start in range(0, len(keys), CHUNK))
+    return {tuple(row) for part in chunks for row in connection.execute(query.where(table.digest.in_(part)))}
 
 
 def publish_again(connection: Connection, rows: Sequence[Revision]) -> None:

@@ -81,6 +81,7 @@ class ReleaseConfig(Settings):
     approval_s: float = Field(
         0,
         ge=0,
+        le=30 * 86400,
         description="Require an approval before the canary, and hold after this many seconds without one. "
         "0: no approval.",
     )

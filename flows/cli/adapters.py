@@ -238,8 +238,8 @@ def retire(
     release names at that time is kept.
     """
     expires = bool(after or never)
-    if after and never:
-        raise ConfigError("Give either `--in`, such as `--in 30d`, or `--never`.")
+    if sum((bool(after), never, off)) > 1:
+        raise ConfigError("Give one of `--in`, such as `--in 30d`, `--never` and `--off`.")
     if not (expires or reason.strip()):
         raise ConfigError("--reason is empty. Give a reason; it is recorded and shown to clients.")
     at = time.time() + seconds_of(after, least=1) if after else None

@@ -39,7 +39,8 @@ def ledger(
     from tasks.ledger_archive import archive_now, archived, ingest, sentences
 
     if work == "ingest":
-        return typer.echo(f"Inserted {ingest(settings)} events into the ledger.")
+        count = ingest(settings)
+        return print_json({"inserted": count}) if as_json else typer.echo(f"Inserted {count} events.")
     if work == "archive":
         archive_now(settings)
     archive = archived(settings)

@@ -122,6 +122,8 @@ def decide(
     name, digest = split_served_name(subject or "")
     if decision == "promote":
         pinned(str(subject))
+    if decision in ("approve", "hold") and digest:
+        raise ConfigError(f"A policy has one release at a time. Name the policy alone: {name}.")
     with reach(params) as controller:
         match decision:
             case "approve" | "hold":

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from engine.errors import ConfigError
 from engine.services import lifecycle as services
 from engine.settings.params import Params
 from flows.entry import PARAMS, Json, ParamsFile, enter, print_found, print_json
@@ -111,7 +112,7 @@ def ls(
         str | None, typer.Argument(help="List this policy's revisions. Default: list the policies.")
     ] = None,
     trainable: Annotated[
-        bool, typer.Option("--trainable", help="List the policies that can be trained here, with their task.")
+        bool, typer.Option("--trainable", help="List the policies that can be trained here.")
     ] = False,
     limit: Limit = 20,
     as_json: Json = False,
@@ -121,6 +122,8 @@ def ls(
     settings = enter(params)
     from tasks import look
 
+    if trainable and policy:
+        raise ConfigError("Give a policy or --trainable, not both.")
     if trainable:
         return print_found(as_json, look.trainable(settings), fold=("policy", "owner", "verifier"))
     fresh = look.as_of(settings)

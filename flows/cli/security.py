@@ -9,7 +9,7 @@ import typer
 from engine.errors import ConfigError, NotRunning
 from engine.security.credentials import logins
 from flows.cli.look import LOOK
-from flows.entry import PARAMS, Json, ParamsFile, catalog, enter, print_found
+from flows.entry import PARAMS, Json, ParamsFile, catalog, enter, print_found, print_json
 from tasks.logins import web_logins
 
 app = typer.Typer()
@@ -97,8 +97,11 @@ def audit(
         log = Audit(index.access)
         if verify or expect:
             last, last_hash = log.verify((int(number), digest) if expect else None)
-            typer.echo(f"{last} entries, each with its hash. Keep the last one elsewhere: {last}:{last_hash}")
-            return
+            if as_json:
+                return print_json({"entries": last, "last": f"{last}:{last_hash}"})
+            return typer.echo(
+                f"{last} entries, each with its hash. Keep the last one elsewhere: {last}:{last_hash}"
+            )
         entries = [asdict(entry) for entry in log.newest(limit)]
     columns = ("id", "at", "actor", "on_behalf_of", "action", "subject", "before", "after")
     rows = [{name: one[name] for name in columns} | {"at": moment(one["at"])} for one in entries]

@@ -328,6 +328,6 @@ def test_expiry_is_a_time_from_now_or_never(file, catalog):
     ):
         with pytest.raises(ConfigError, match="duration"):
             ask(file, "retire", name, *wrong)
-    with pytest.raises(ConfigError, match="Give either"):
+    with pytest.raises(ConfigError, match="Give one of"):
         ask(file, "retire", name, "--in", "3d", "--never")
     assert asked(file, "show", name)["retired_at"] is None

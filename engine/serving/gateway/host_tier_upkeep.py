@@ -17,8 +17,8 @@ from engine.serving.residency.residency import Residency
 from engine.threads import Work
 
 LOOK_S = 0.25
-# Loads that failed, for instance while the store was down, are retried after 15 s, 30 s, 60 s and so on.
-RETRY_S = 15.0
+# Loads that failed, for instance while the store was down, are retried after 15 s, then 30 s, 60 s and so on.
+RETRY_S, LONGEST_RETRY_S = 15.0, 300.0
 # Most loads of its own in the queue at once: one that waits past its timeout is cancelled, and other
 # background work, such as scoring, queues behind them.
 AHEAD = 32
@@ -84,10 +84,11 @@ class HostTierUpkeep:
         """Have every revision under release loaded again once it is time; those that are here stay."""
         now = time.monotonic()
         if not released <= self._known:
-            self._known, self._retry_at, self._retry_s = released, now + RETRY_S, RETRY_S
+            self._retry_at, self._retry_s = now + RETRY_S, RETRY_S
         elif now >= self._retry_at:
-            self._retry_s *= 2
+            self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
             self._seen, self._retry_at = frozenset(), now + self._retry_s
+        self._known = released
 
     def loads(self) -> dict[tuple[str, str], str | None]:
         """Return which revisions under release are loaded (None) or why not, without those on their way."""

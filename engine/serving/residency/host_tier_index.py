@@ -5,10 +5,10 @@
 residency.py tells them, and it tells each change as an event of `TRANSITIONS`. A request for an adapter that
 is in the host tier changes nothing, and is not told.
 
-Eviction is a segmented LRU (Karedy and others, 1994). An adapter that is used a second time becomes warm.
-Warm adapters take at most 80% of the tier; beyond that the least recently used one is an ordinary adapter
-again. Ordinary adapters leave first, so that a scan of cold names passes by the warm ones. Adapters in use
-are never evicted.
+Eviction is a segmented LRU (Karedy and others, 1994). An adapter that is used a second time becomes warm,
+also when it was evicted between its uses, not long ago (as in 2Q, Johnson and Shasha, 1994). Warm adapters
+take at most 80% of the tier; beyond that the least recently used one is an ordinary adapter again. Ordinary
+adapters leave first, so that a scan of cold names passes by the warm ones. Adapters in use are never evicted.
 """
 
 import time
@@ -23,7 +23,7 @@ from engine.errors import Conflict, ServiceError
 
 # The share of the tier that warm adapters may take.
 WARM_SHARE = 0.8
-# Ordinary adapters in use may fill the tier to twice its size before warm ones are evicted for them.
+# Adapters in use may fill the tier to twice its size before idle warm ones are evicted for them.
 OVERSHOOT = 2.0
 
 
@@ -164,6 +164,9 @@ class HostTierIndex:
         self.bytes = 0
         self.max_bytes, self.max_adapters = max_bytes, max_adapters
         self._warm_bytes = self._warm_adapters = 0
+        self._idle_bytes = 0
+        # Names that were evicted, the latest last: who returns from here is used a second time.
+        self._evicted: OrderedDict[str, None] = OrderedDict()
         # Adapters not in use, least recently used first.
         self._idle: OrderedDict[str, Resident] = OrderedDict()
         self._idle_warm: OrderedDict[str, Resident] = OrderedDict()
@@ -172,11 +175,25 @@ class HostTierIndex:
         """Add an adapter, not in use yet."""
         now = time.monotonic()
         resident = self.residents[name] = Resident(revision, used_at=now, loaded_at=now)
+        resident.is_used = name in self._evicted
+        self._evicted.pop(name, None)
         self._idle[name] = resident
         self.bytes += resident.bytes
+        self._idle_bytes += resident.bytes
 
     def ask(self, revision: Revision) -> str | None:
         """Hold a revision for a request and return its served name; None when it is not in the tier.
+
+        Raises as `find`.
+        """
+        name = self.find(revision)
+        if name is not None:
+            self.hold(name)
+            self._on_hit()
+        return name
+
+    def find(self, revision: Revision) -> str | None:
+        """Return a revision's served name; None when it is not in the tier.
 
         Raises `ServiceError` while it leaves because its bytes were lost, and `Conflict` when
         another revision has the same served name.
@@ -188,15 +205,15 @@ class HostTierIndex:
         if resident.is_lost:
             raise ServiceError(f"The engine has lost the bytes of {name}. Try again: it will be reloaded.")
         refuse_twin(resident.revision, revision)
-        self.hold(name)
-        self._on_hit()
         return name
 
     def hold(self, name: str) -> None:
         """Count one more user of an adapter in the tier."""
         resident = self.residents[name]
         resident.users += 1
-        (self._idle_warm if resident.is_warm else self._idle).pop(name, None)
+        if resident.users == 1:
+            del (self._idle_warm if resident.is_warm else self._idle)[name]
+            self._idle_bytes -= resident.bytes
 
     def release(self, name: str, is_use: bool = True) -> bool:
         """Count one user less; without users the adapter may be evicted. A load ahead is no use (`is_use`).
@@ -213,6 +230,7 @@ class HostTierIndex:
             resident.is_used, resident.used_at = True, time.monotonic()
         if resident.users == 0:
             (self._idle_warm if resident.is_warm else self._idle)[name] = resident
+            self._idle_bytes += resident.bytes
         self._cool_down()
         return resident.is_lost or self._is_over()
 
@@ -225,6 +243,7 @@ class HostTierIndex:
         resident = self.residents.pop(name)
         assert resident.users == 0
         self.bytes -= resident.bytes
+        self._idle_bytes -= resident.bytes
         if resident.is_warm:
             del self._idle_warm[name]
             self._count_warm(resident, -1)
@@ -240,6 +259,9 @@ class HostTierIndex:
         stay = pinned()
         while self._is_over() and (name := self._next_out(stay)) is not None:
             gone.append((name, self.evict(name)))
+            self._evicted[name] = None
+            if len(self._evicted) > self.max_adapters:
+                self._evicted.popitem(last=False)
         return gone
 
     def _is_over(self, share: float = 1.0) -> bool:
@@ -247,7 +269,10 @@ class HostTierIndex:
 
     def _next_out(self, stay: Collection[str]) -> str | None:
         name = next((name for name in self._idle if name not in stay), None)
-        if name is None and self._is_over(OVERSHOOT):
+        idle = len(self._idle) + len(self._idle_warm)
+        if name is None and (
+            self._is_over(OVERSHOOT) or self._idle_bytes > self.max_bytes or idle > self.max_adapters
+        ):
             name = next((name for name in self._idle_warm if name not in stay), None)
         return name
 

@@ -200,8 +200,11 @@ class Residency:
             load.in_doubt |= policies is None or load.revision.policy in policies
 
     def load_ahead(self, revision: Revision) -> None:
-        """Load a revision in the background, before requests for it. Raises `Busy` for a full queue."""
-        if served_name(revision.policy, revision.digest) in self.residents:
+        """Load a revision in the background, before requests for it.
+
+        Raises `Busy` for a full queue, and as `HostTierIndex.find`.
+        """
+        if self.tier.find(revision) is not None:
             return
         load, waiter = self._ask(revision, BACKGROUND)
 

@@ -32,12 +32,7 @@ def stored_sessions(directory: Path, policy: str) -> Iterator[Path]:
 
 def _policy_of(folder: Path) -> str | None:
     file = state_file(folder)
-    if not file.is_file():
-        return None
-    try:
-        return str(state.read_header(file)["policy"])
-    except ServiceError:
-        return None
+    return state.policy_of(file) if file.is_file() else None
 
 
 def refuse_open(directory: Path, policy: str) -> list[Path]:

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from engine.errors import ServiceError
 from engine.files import sync
-from engine.version import UPGRADE_FIRST
 
 VERSION = 3
 # Marks a tensor's place, by its number, in a flattened tree.
@@ -86,6 +85,15 @@ def read_header(path: Path) -> dict[str, Any]:
     return dict(stored["tree"])
 
 
+def policy_of(path: Path) -> str | None:
+    """Return the policy of a stored state of any version; None for a damaged one."""
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return str(stored.get("tree", stored)["policy"])
+    except (RuntimeError, UnpicklingError, EOFError, KeyError):
+        return None
+
+
 def _load(path: Path, mmap: bool = False) -> dict[str, Any]:
     try:
         stored = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))
@@ -95,7 +103,10 @@ def _load(path: Path, mmap: bool = False) -> dict[str, Any]:
             "start over."
         ) from None
     if (version := stored.get("tree", stored).get("version", 0)) < VERSION:
-        raise ServiceError(f"The stored session {path} has version {version}. {UPGRADE_FIRST}")
+        raise ServiceError(
+            f"The stored session {path} has version {version}, which is older than {VERSION}. Take a step on "
+            "it with commit 265b009, which stores it anew, or train the policy from its champion."
+        )
     return stored
 
 

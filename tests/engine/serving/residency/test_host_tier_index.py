@@ -82,6 +82,38 @@ async def test_who_is_used_twice_is_warm_and_stays():
     assert engine.prepared.count(name_of(99)) == 1
 
 
+async def test_a_cycle_that_fits_beside_stale_warm_adapters_gets_in():
+    """80 of 100 were used twice and never again; 25 others come in turns, more than the rest holds."""
+    engine = FakeEngine(0)
+    tier = residency(engine, host_bytes=100 * MIB)
+    for _ in range(2):
+        for i in range(80):
+            await use(tier, row(i))
+    before = len(engine.prepared)
+    for _ in range(20):
+        for i in range(100, 125):
+            await use(tier, row(i))
+    assert len(engine.prepared) - before <= 3 * 25
+
+
+async def test_the_pinned_leave_room_for_who_is_asked_for():
+    engine, pinned = FakeEngine(0), {name_of(i) for i in range(25)}
+    tier = residency(engine, host_bytes=100 * MIB, pinned=lambda: pinned)
+    for i in range(25):
+        tier.load_ahead(row(i))
+        await settle(lambda i=i: name_of(i) in tier.residents and not tier.residents[name_of(i)].users)
+    for _ in range(2):
+        for i in range(100, 175):
+            await use(tier, row(i))
+    before = len(engine.prepared)
+    for _ in range(100):
+        for i in range(200, 203):
+            await use(tier, row(i))
+    assert len(engine.prepared) - before <= 2 * 3
+    assert tier.tier.bytes <= 100 * MIB
+    assert pinned <= set(tier.residents)
+
+
 async def test_who_was_popular_once_makes_room():
     tier = residency(FakeEngine(0), host_bytes=20 * MIB)
     for _ in range(30):
