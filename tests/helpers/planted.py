@@ -60,8 +60,8 @@ def plant(engine: RunningEngine, tensors: dict[str, torch.Tensor], change: Calla
         "planted", digest, engine.base_digest, None, 0, 8, at.length, layout, at.segment, at.offset,
         at.length, at.checksum, "exported", "test", time.time(),
     )  # fmt: skip
-    engine.catalog.policy_rows.add(Policy("planted", engine.base_digest, {}, "test", time.time()))
-    engine.catalog.layout_rows.add(layout, text)
+    engine.catalog.policies.add(Policy("planted", engine.base_digest, {}, "test", time.time()))
+    engine.catalog.layouts.add(layout, text)
     engine.catalog.revisions.add_many([replace(row, **{"layout": layout, **made.row})])
     return served_name("planted", digest)
 

@@ -255,7 +255,7 @@ def test_other_ways_in_are_closed(engine: RunningEngine):
 
 def test_answers_of_the_base_carry_the_model_that_was_asked_for(engine: RunningEngine):
     """A policy without a champion and the base itself, by each endpoint, whole and streamed."""
-    engine.catalog.policy_rows.add(Policy("unproven", engine.base_digest, {}, "test", time.time()))
+    engine.catalog.policies.add(Policy("unproven", engine.base_digest, {}, "test", time.time()))
     asked = {
         "/v1/completions": {"prompt": [7, 8]},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "1 + 2 ="}]},
@@ -274,7 +274,7 @@ def test_answers_of_the_base_carry_the_model_that_was_asked_for(engine: RunningE
 
 def test_a_model_is_retrieved_by_name_and_the_base_by_its_directory(engine: RunningEngine):
     """As OpenAI's client does; the settings of this engine name the base by its directory."""
-    engine.catalog.policy_rows.add(Policy("retrieved", engine.base_digest, {}, "test", time.time()))
+    engine.catalog.policies.add(Policy("retrieved", engine.base_digest, {}, "test", time.time()))
     directory = str(engine.base_path)
     with engine.client() as client:
         for name in ("retrieved", engine.base_name, directory):

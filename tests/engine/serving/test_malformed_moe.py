@@ -67,7 +67,7 @@ def test_an_import_beside_a_live_engine_is_refused(engine, params, base, serves,
     assert words in str(caught.value)
     assert str(caught.value).endswith(".")
     assert files(engine) == before
-    assert "bad" not in [policy.name for policy in engine.catalog.policy_rows.page()]
+    assert "bad" not in [policy.name for policy in engine.catalog.policies.page()]
 
 
 @pytest.mark.parametrize("name", PLANTED_EXPERTS)

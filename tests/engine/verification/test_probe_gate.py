@@ -63,8 +63,8 @@ class Gate:
         engine = self.engine
         whole = packed.pack(tensors, torch.float32, self.shapes.fused)
         at = engine.store.append(whole.tobytes())
-        engine.catalog.policy_rows.add(Policy(policy, engine.base_digest, {}, "test", time.time()))
-        engine.catalog.layout_rows.add(whole.layout.digest, whole.layout.to_json())
+        engine.catalog.policies.add(Policy(policy, engine.base_digest, {}, "test", time.time()))
+        engine.catalog.layouts.add(whole.layout.digest, whole.layout.to_json())
         made = Revision(
             policy, digest, engine.base_digest, None, 0, RANK, at.length, whole.layout.digest, at.segment,
             at.offset, at.length, at.checksum, "exported", "test", time.time(),

@@ -34,7 +34,7 @@ WEATHER = {"name": "weather", "parameters": CITY}
 
 @pytest.fixture(scope="module")
 def policy(engine: RunningEngine) -> str:
-    engine.catalog.policy_rows.add(Policy("api-sums", engine.base_digest, {}, "test", time.time()))
+    engine.catalog.policies.add(Policy("api-sums", engine.base_digest, {}, "test", time.time()))
     return "api-sums"
 
 
@@ -282,7 +282,7 @@ async def test_a_client_that_leaves_pays_for_what_was_computed(
 
 
 def test_another_tenants_policy_is_as_absent_on_the_live_engine(engine: RunningEngine, tenant: str):
-    engine.catalog.policy_rows.add(Policy("theirs-sums", engine.base_digest, {}, "other", time.time()))
+    engine.catalog.policies.add(Policy("theirs-sums", engine.base_digest, {}, "other", time.time()))
     headers = {"authorization": f"Bearer {tenant}"}
     with httpx.Client(base_url=engine.url, headers=headers, timeout=60) as client:
         for path, body in {**BODIES, "/tokenize": {"prompt": "1"}, "/v1/prewarm": {}}.items():
@@ -306,7 +306,7 @@ def test_another_tenants_policy_is_as_absent_on_the_live_engine(engine: RunningE
 async def test_the_matrix_of_the_live_engine(engine: RunningEngine, policy: str):
     """Every route, method and role, for one's own policy, another tenant's and an absent one."""
     keys = engine.catalog.keys
-    engine.catalog.policy_rows.add(Policy("their-sums", engine.base_digest, {}, "other", time.time()))
+    engine.catalog.policies.add(Policy("their-sums", engine.base_digest, {}, "other", time.time()))
     given = {who: keys.create("api", roles, ["api-*"]) for who, roles in ROLE_SETS.items()}
     given |= {"admin": engine.key, None: None, "other": keys.create("other", ["infer"], ["their-*"])}
     async with AsyncExitStack() as stack:
