@@ -320,7 +320,7 @@ def test_sessions_that_cannot_be_removed_are_named(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_a_purged_name_is_taken_again_only_on_purpose(params, catalog, monkeypatch):
     purge(params)
-    monkeypatch.setattr("engine.base.resident.ensure_base", lambda *_: BaseInfo("b", Path("b"), BASE))
+    monkeypatch.setattr("tasks.purge_record.ensure_base", lambda *_: BaseInfo("b", Path("b"), BASE))
     with pytest.raises(Conflict, match="purged by 'ann'"):
         catalog.policies.add(Policy("gone", BASE, {}, "me", 1.0))
     with pytest.raises(Conflict, match=r"purged by 'ann'.*--reuse-name"):

@@ -328,7 +328,9 @@ def test_a_start_on_a_gpu_that_is_too_small_shows_the_plan_and_starts_nothing(sm
 def test_the_trainer_itself_refuses_before_it_loads_anything(small_gpu, monkeypatch):
     from engine.training.service.app import load_trainer
 
-    monkeypatch.setattr("engine.base.resident.ensure_base", lambda *_: pytest.fail("the base was opened"))
+    monkeypatch.setattr(
+        "engine.training.service.app.ensure_base", lambda *_: pytest.fail("the base was opened")
+    )
     with pytest.raises(ConfigError, match=r"GPU.*1\.00 GiB"):
         load_trainer(small_gpu)
 

@@ -45,10 +45,10 @@ def test_on_cuda_ranks_need_no_cores_of_their_own(monkeypatch):
     os.environ.pop("VLLM_CPU_OMP_THREADS_BIND", None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     params = Params(engine=EngineConfig(tensor_parallel=4))
-    monkeypatch.setattr("engine.planning.gpu.cuda_bytes", lambda: None)
+    monkeypatch.setattr("engine.serving.server.cuda_bytes", lambda: None)
     with pytest.raises(ConfigError, match=r"engine\.tensor_parallel is 4"):
         set_environment(params)
-    monkeypatch.setattr("engine.planning.gpu.cuda_bytes", lambda: 80 << 30)
+    monkeypatch.setattr("engine.serving.server.cuda_bytes", lambda: 80 << 30)
     set_environment(params)
     assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
 
