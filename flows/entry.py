@@ -52,10 +52,10 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
-def print_found(
+def print_result(
     as_json: bool, value: Any, rows: Sequence[Mapping[str, Any]] | None = None, fold: Collection[str] = ()
 ) -> None:
-    """Print what was found as JSON, or else its `rows` as a table; without `rows` it is rows itself."""
+    """Print a value as JSON, or its `rows` as a table; without `rows`, the value is the rows."""
     if as_json:
         return print_json(value)
     from flows.display import print_rows

@@ -66,8 +66,8 @@ def trainable(params: Params) -> list[dict[str, Any]]:
 def revisions(params: Params, policy: str, limit: int) -> tuple[list[RevisionRow], int]:
     """Return a policy's newest exported revisions, and how many there are; `NotFound` for an unknown one."""
     with open_catalog(params.paths) as catalog, open_ledger(params.paths.ledger_snapshot) as ledger:
-        policy_overview = overview(ledger, catalog, [policy], limit)
-    return list(policy_overview.revisions), policy_overview.policies[0].revisions
+        page = overview(ledger, catalog, [policy], limit)
+    return list(page.revisions), page.policies[0].revisions
 
 
 def standing(params: Params) -> dict[str, Any]:

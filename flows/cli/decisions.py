@@ -96,9 +96,7 @@ def rollback(
 def decide(
     decision: Annotated[
         Decision,
-        typer.Argument(
-            metavar="approve|hold|promote|restore|freeze|thaw", help="What you decide, as said above."
-        ),
+        typer.Argument(metavar="approve|hold|promote|restore|freeze|thaw", help="Your decision."),
     ],
     reason: Reason,
     subject: Annotated[

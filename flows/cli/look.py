@@ -14,7 +14,7 @@ import typer
 from engine.errors import ConfigError
 from engine.services import lifecycle as services
 from engine.settings.params import Params
-from flows.entry import PARAMS, Json, ParamsFile, enter, print_found, print_json
+from flows.entry import PARAMS, Json, ParamsFile, enter, print_json, print_result
 from tasks.publish import write_report
 from tasks.usage import as_table, usage_by
 
@@ -83,7 +83,7 @@ def print_sessions(settings: Params, as_json: bool) -> None:
 
     with TrainerClient.of(settings, patience_s=PATIENCE_S) as trainer:
         rows = trainer.sessions()
-    print_found(as_json, rows, [shown_session(row) for row in rows], fold=("session", "writer"))
+    print_result(as_json, rows, [shown_session(row) for row in rows], fold=("session", "writer"))
 
 
 def print_residency(settings: Params, limit: int, as_json: bool) -> None:
@@ -125,7 +125,7 @@ def ls(
     if trainable and policy:
         raise ConfigError("Give a policy or --trainable, not both.")
     if trainable:
-        return print_found(as_json, look.trainable(settings), fold=("policy", "owner", "verifier"))
+        return print_result(as_json, look.trainable(settings), fold=("policy", "owner", "verifier"))
     fresh = look.as_of(settings)
     rows: list[Any]
     if policy is None:
@@ -215,7 +215,7 @@ def usage(
     rows = usage_by(enter(params), by, begin, end)
     if as_csv:
         return typer.echo(as_table(rows), nl=False)
-    print_found(as_json, rows, fold=(by,))
+    print_result(as_json, rows, fold=(by,))
 
 
 def say(sentence: str) -> None:

@@ -14,7 +14,7 @@ from engine.errors import ConfigError
 from engine.planning import gpu
 from engine.planning.fleet.assumptions import Scenario
 from engine.planning.memory import GIB, refuse_unless_it_fits
-from flows.entry import PARAMS, Json, ParamsFile, enter, print_found, print_json
+from flows.entry import PARAMS, Json, ParamsFile, enter, print_json, print_result
 
 app = typer.Typer()
 plan_app = typer.Typer(
@@ -170,7 +170,7 @@ def plan_engines(
 
         compared = compare(engine)
         values = [{**vars(one), "off": one.off, "holds": one.holds} for one in compared]
-        return print_found(as_json, values, [task.check_row(one) for one in compared])
+        return print_result(as_json, values, [task.check_row(one) for one in compared])
     scenario = Scenario(
         policies=policies, rate=rate, zipf=zipf, host=host, seconds=seconds, kill=kill, wave=wave, seed=seed
     )
@@ -178,7 +178,7 @@ def plan_engines(
     results = task.sweep(scenario, counts_of(replicas), placements, engine, store)
     if plot:
         task.plot(results, plot)
-    print_found(as_json, [task.as_json(one) for one in results], [task.row(one) for one in results])
+    print_result(as_json, [task.as_json(one) for one in results], [task.row(one) for one in results])
 
 
 def counts_of(text: str) -> list[int]:

@@ -21,8 +21,8 @@ from flows.entry import (
     enter,
     filled,
     option,
-    print_found,
     print_json,
+    print_result,
 )
 from tasks.outcome import local_key
 
@@ -93,7 +93,7 @@ def show(name: str, as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     if not as_json:
         values["task"] = task_of(values)
     rows = [{"setting": key, "value": values[key], "from": resolved.sources[key]} for key in values]
-    print_found(as_json, rows, fold=("value",))
+    print_result(as_json, rows, fold=("value",))
 
 
 @policy_app.command("try")
@@ -108,7 +108,7 @@ def try_out(
 
     trial = try_policy(settings, name, local_key(settings))
     rows = [group.row() for group in trial.groups]
-    print_found(as_json, trial.to_json(), rows, fold=("question", "best answer"))
+    print_result(as_json, trial.to_json(), rows, fold=("question", "best answer"))
     if not as_json:
         typer.echo(trial.verdict)
 

@@ -9,7 +9,7 @@ import typer
 from engine.errors import ConfigError, NotRunning
 from engine.security.credentials import logins
 from flows.cli.look import LOOK
-from flows.entry import PARAMS, Json, ParamsFile, catalog, enter, print_found, print_json
+from flows.entry import PARAMS, Json, ParamsFile, catalog, enter, print_json, print_result
 from tasks.logins import web_logins
 
 app = typer.Typer()
@@ -38,7 +38,7 @@ def login(
         for name, value in (addresses | logins(settings.paths)).items():
             typer.echo(f"export {name}={shlex.quote(value)}")
         return
-    print_found(as_json, web_pages, fold=("password",))
+    print_result(as_json, web_pages, fold=("password",))
 
 
 @app.command(rich_help_panel=LOOK)
@@ -59,14 +59,14 @@ def doctor(
 
         reached_calls, down = reached(settings)
         rows = [asdict(one) for one in reached_calls]
-        print_found(as_json, {"reached": rows, "not_running": down}, rows)
+        print_result(as_json, {"reached": rows, "not_running": down}, rows)
         if down and not as_json:
             raise NotRunning(f"Not asked, because they do not run: {', '.join(down)}. Run `graftwork up`.")
         return
     from tasks.doctor import examine
 
     findings = examine(settings)
-    print_found(as_json, [asdict(one) for one in findings], fold=("seen", "advice"))
+    print_result(as_json, [asdict(one) for one in findings], fold=("seen", "advice"))
     if any(one.advice for one in findings):
         raise typer.Exit(1)
 
@@ -105,4 +105,4 @@ def audit(
         entries = [asdict(entry) for entry in log.newest(limit)]
     columns = ("id", "at", "actor", "on_behalf_of", "action", "subject", "before", "after")
     rows = [{name: one[name] for name in columns} | {"at": moment(one["at"])} for one in entries]
-    print_found(as_json, entries, rows, fold=("subject", "before", "after"))
+    print_result(as_json, entries, rows, fold=("subject", "before", "after"))

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from engine.errors import ConfigError
-from flows.entry import PARAMS, Json, ParamsFile, catalog, print_found, seconds_of
+from flows.entry import PARAMS, Json, ParamsFile, catalog, print_result, seconds_of
 
 app = typer.Typer()
 key_app = typer.Typer(
@@ -68,7 +68,7 @@ def key_ls(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     from flows.display import key_rows
 
     rows = key_rows(catalog(params).keys.all(), time.time())
-    print_found(as_json, rows, fold=("tenant", "roles", "policies", "limits"))
+    print_result(as_json, rows, fold=("tenant", "roles", "policies", "limits"))
 
 
 @key_app.command("rotate")
@@ -135,7 +135,7 @@ def tenant(
     if name is None:
         from flows.display import tenant_rows
 
-        return print_found(as_json, tenant_rows(keys.tenants()), fold=("limits", "reason"))
+        return print_result(as_json, tenant_rows(keys.tenants()), fold=("limits", "reason"))
     if action == "suspend":
         return typer.echo(f"Tenant {name} is suspended: {keys.suspend(name, reason).suspended_for}")
     keys.resume(name)

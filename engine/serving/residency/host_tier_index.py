@@ -133,7 +133,8 @@ class AdapterStates:
 class Resident:
     """An adapter in the host tier; `users` counts requests in flight, times are monotonic seconds.
 
-    `is_used`: a request has used it; `is_warm`: another one has, too.
+    `is_used`: a request has used it, in this stay or shortly before its last eviction; `is_warm`: and then
+    another one has.
     """
 
     revision: Revision

@@ -180,7 +180,7 @@ def test_any_traffic_keeps_the_books():
 
 
 def test_zipf_traffic_finds_more_than_in_a_plain_lru():
-    """100,000 requests for 10,000 names, of which a tenth has room: 0.73 of them are warm, against 0.68."""
+    """100,000 requests for 10,000 names and 1,000 places: 0.68 of them find theirs in a plain LRU."""
     chance = random.Random(5)
     names = chance.choices(range(10_000), [1 / (i + 1) for i in range(10_000)], k=100_000)
     tier, plain = HostTierIndex(1 << 40, 1000), OrderedDict[int, None]()
