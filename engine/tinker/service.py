@@ -356,12 +356,15 @@ def _lifespan(models: Models) -> Any:
 async def _sweep(models: Models) -> None:
     """Delete expired checkpoints and close the sessions of clients that are gone, now and then."""
     work = Work("tinker-sweep")
-    while True:
-        await asyncio.sleep(SWEEP_S)
-        # Where a service is down the next round meets what is left.
-        with work.turning():
-            await models.ask(models.delete_expired)
-            await models.close_silent()
+    try:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            # Where a service is down the next round meets what is left.
+            with work.turning():
+                await models.ask(models.delete_expired)
+                await models.close_silent()
+    finally:
+        work.end()
 
 
 def main() -> int:

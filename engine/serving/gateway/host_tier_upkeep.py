@@ -49,11 +49,14 @@ class HostTierUpkeep:
     async def run(self) -> None:
         """Look, and tell what is loaded, every `LOOK_S`."""
         work = Work("host-tier")
-        while True:
-            with work.turning():
-                await self.look()
-                self._tell(self.loads())
-            await asyncio.sleep(LOOK_S)
+        try:
+            while True:
+                with work.turning():
+                    await self.look()
+                    self._tell(self.loads())
+                await asyncio.sleep(LOOK_S)
+        finally:
+            work.end()
 
     async def look(self) -> None:
         """Load revisions that are newly under release, then pending ones, as far as the queue has room."""

@@ -6,6 +6,7 @@ import pytest
 
 from engine.errors import NotFound, ServiceError
 from engine.serving.gateway.host_tier_upkeep import HostTierUpkeep, served_names
+from engine.threads import WORKS
 from tests.helpers.adapters_cold import FakeEngine, name_of, residency, revision, settle, use
 
 MIB = 1 << 20
@@ -176,3 +177,18 @@ async def test_when_anything_may_have_changed_everything_is_looked_at():
     router.take_changed = lambda: None
     await upkeep.look()
     assert tier.residents == {}
+
+
+async def test_a_loop_that_is_cancelled_is_no_alarm_afterwards(monkeypatch):
+    monkeypatch.setattr("engine.serving.gateway.host_tier_upkeep.LOOK_S", 0.001)
+    router = FakeRouter()
+
+    def fails():
+        raise ServiceError("The catalog cannot be read.")
+
+    router.under_release = fails
+    running = asyncio.create_task(HostTierUpkeep(residency(FakeEngine(0)), router).run())
+    await settle(lambda: "host-tier" in WORKS and WORKS["host-tier"].failed > 1)
+    running.cancel()
+    await asyncio.wait([running])
+    assert "host-tier" not in WORKS
