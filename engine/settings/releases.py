@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
+from engine.settings.evaluators import EvaluatorConfig, EvaluatorName
 from engine.settings.model import Fraction, OpenFraction, Settings
 
 SEGMENT_NAME = re.compile(r"[\w.-]{1,64}")
@@ -31,10 +32,20 @@ class ReleaseConfig(Settings):
 
     weight: OpenFraction = Field(0.2, description="Send this share of users to the canary.")
     alpha: OpenFraction = Field(0.05, description="Limit the probability of a wrong verdict on a canary.")
-    feedback: Literal["reward", "none"] = Field(
+    feedback: Literal["reward", "evaluators", "none"] = Field(
         "reward",
-        description="Judge users' rewards. none: there are none; promote on the offline score's lower bound "
+        description="Promote on users' rewards. evaluators: promote on the evaluators that decide `both`; "
+        "rewards may still roll back. none: there are neither; promote on the offline score's lower bound "
         "and all other guards.",
+    )
+    evaluators: dict[EvaluatorName, EvaluatorConfig] = Field(
+        default_factory=dict, description="Evaluators of users' live answers, by name."
+    )
+    shadow: int = Field(
+        1000,
+        ge=0,
+        description="Before the canary, have the revision answer the first questions of this many users "
+        "too, unseen, and have the evaluators compare. It takes an evaluator that decides; 0: no shadow.",
     )
     guards: tuple[GuardName, ...] = Field(
         GUARDS,
@@ -93,10 +104,22 @@ class ReleaseConfig(Settings):
         return cls.model_validate({name: value for name, value in named.items() if name in cls.model_fields})
 
     @property
-    def promoting_guards(self) -> tuple[GuardName, ...]:
-        """The guards that a promotion needs clear: the reward's, or without feedback all others."""
-        has_feedback = self.feedback == "reward"
-        return tuple(name for name in self.guards if (name == "reward") == has_feedback)
+    def promoting_guards(self) -> tuple[str, ...]:
+        """What a promotion needs clear, which is fixed at the start of a release.
+
+        By `feedback`: the reward's guard, the evaluators that decide `both`, or all guards but the reward's.
+        Where rewards promote, the evaluators that decide `both` are needed as well.
+        """
+        promoting = tuple(name for name, one in self.evaluators.items() if one.decides == "both")
+        if self.feedback == "none":
+            return (*(name for name in self.guards if name != "reward"), *promoting)
+        rewards = ("reward",) if self.feedback == "reward" and "reward" in self.guards else ()
+        return (*rewards, *promoting)
+
+    @property
+    def deciding_evaluators(self) -> dict[str, EvaluatorConfig]:
+        """The evaluators that may end a release."""
+        return {name: one for name, one in self.evaluators.items() if one.decides != "nothing"}
 
     @model_validator(mode="after")
     def _ramp_only_grows(self) -> Self:
