@@ -11,6 +11,7 @@ from typing import Any
 import typer
 from pydantic import BaseModel
 
+from engine.settings.evaluators import EvaluatorConfig
 from engine.settings.params import Params
 from engine.settings.policies import PolicyConfig
 from flows.cli.command import app
@@ -18,6 +19,8 @@ from flows.cli.command import app
 DOCS = Path(__file__).parent
 METAVARS = {"str": "TEXT", "list[str]": "TEXT", "int": "N", "float": "X", "Path": "PATH"}
 NOTE = "<!-- Written by docs/generate.py from {}. Change it there. -->"
+# Settings by name, whose fields have a section of their own.
+IN_OWN_SECTION = {"evaluators"}
 EXIT_CODES = {
     0: "Success.",
     1: "Any other error. `graftwork run`: a check of the main job failed.",
@@ -173,6 +176,7 @@ def configuration_page() -> str:
             "## Top level",
             rows_of("", plain, schema),
             *(model_section(name, model) for name, model in models.items()),
+            model_section("release.evaluators.NAME", EvaluatorConfig),
             model_section("policies.NAME", PolicyConfig),
             model_section("policies.NAME.loss_config", PolicyConfig.model_fields["loss_config"].annotation),
         ]
@@ -189,7 +193,7 @@ def model_section(name: str, model: Any) -> str:
     own = {
         key: one
         for key, one in schema["properties"].items()
-        if not is_model(model.model_fields[key].annotation)
+        if not is_model(model.model_fields[key].annotation) and key not in IN_OWN_SECTION
     }
     return "\n\n".join([f"## {name}", inspect.cleandoc(model.__doc__), rows_of(f"{name}.", own, schema)])
 

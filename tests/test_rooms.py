@@ -53,6 +53,7 @@ ROOMS = (
     "engine.serving",
     "engine.services",
     "engine.tinker",
+    "engine.evaluation",
     "engine.controller.__main__",
 )
 # What loads in no time, so that nobody waits for it.

@@ -109,7 +109,7 @@ class Route:
 class Release:
     """One attempt to make `revision` the champion, judged against `baseline` (None: the base).
 
-    `step` is `probe`, `score`, `approval`, `canary` or `done`; `state` is `running`, `promoted`,
+    `step` is `probe`, `score`, `shadow`, `approval`, `canary` or `done`; `state` is `running`, `promoted`,
     `rolled_back` or `held`. `skip_gates` maps a gate to {"by", "reason"}; `settings` is a `ReleaseConfig`;
     `approval` is who ended it, if a person did; `evidence` is what its verdict was based on;
     `approved` is {"by", "reason", "at"} once a person has approved it for users. `canary_version` is the

@@ -26,6 +26,7 @@ from engine.controller.release_loop import Controller
 from engine.controller.route_changes import outlast_lease
 from engine.controller.upkeep import upkeep
 from engine.errors import GraftworkError
+from engine.evaluation.child import EvaluationProcess
 from engine.integrations.cancelled_runs import CancelledRuns
 from engine.integrations.missed_runs import MissedRuns
 from engine.integrations.mlflow_aliases import AliasMirror
@@ -80,6 +81,7 @@ def work_beside(controller: Controller) -> list[PeriodicThread]:
         HealthMonitor(catalog, params),
         MissedRuns(prefect, controller.metrics.registry),
         AlarmWatch(controller),
+        EvaluationProcess(params, catalog),
     ]
     if params.controller.archive:
         place = BackupPlace(params.controller.archive, "The ledger's archive")

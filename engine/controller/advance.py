@@ -1,20 +1,22 @@
 """Decides a release's next action: a pure function of its row and the evidence.
 
-The gates in order: effect probe, offline score, approval, canary, promotion. A gate without evidence fails
-closed.
+The gates in order: effect probe, offline score, shadow, approval, canary, promotion. A gate without evidence
+fails closed.
 """
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from engine.catalog.records import Release, Route
+from engine.ledger.evaluations import EvaluatorUse
 from engine.quality.canary import CanaryResult
 from engine.quality.sequential import least_pairs
+from engine.quality.shadow import ShadowResult
 from engine.settings.releases import LOAD_S, ReleaseConfig
 
 Kind = Literal["wait", "next_gate", "start_canary", "next_step", "promote", "rollback", "hold"]
 # Nobody may skip the effect probe.
-SKIPPABLE = ("score", "canary")
+SKIPPABLE = ("score", "shadow", "canary")
 # The share by which a revision's perplexity on general text may be above the base's.
 GENERAL_MARGIN = 0.05
 
@@ -68,12 +70,18 @@ class Evidence:
     weight_s: float = 0.0
     units_per_s: float | None = None
     without: dict[str, str] = field(default_factory=dict)
+    shadow: ShadowResult | None = None
+    uses: tuple[EvaluatorUse, ...] = ()
+    shadow_cost: tuple[int, float, int] = (0, 0.0, 0)
 
     def summary(self) -> dict[str, Any]:
         """Return the evidence that a verdict's row stores."""
         score = asdict(self.score) if self.score else None
         language = {"language": asdict(self.language)} if self.language else {}
-        return {"probe": self.probe, "score": score, **language, "canary": self.canary.summary()}
+        shadow = {"shadow": self.shadow.summary(), "shadow_cost": self.shadow_cost} if self.shadow else {}
+        uses = {"evaluators": [use._asdict() for use in self.uses]} if self.uses else {}
+        canary = self.canary.summary()
+        return {"probe": self.probe, "score": score, **language, **shadow, **uses, "canary": canary}
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,13 @@ def advance(release: Release, evidence: Evidence) -> Action:
         return Action(release.evidence["verdict"], release.reason)
     if evidence.route.champion != release.baseline:
         return Action("hold", "Superseded: the champion changed while the release was running.")
-    gates = {"probe": _probe, "score": _score, "approval": _approval, "canary": _canary}
+    gates = {
+        "probe": _probe,
+        "score": _score,
+        "shadow": _shadow,
+        "approval": _approval,
+        "canary": _canary,
+    }
     return gates[release.step](release, evidence)
 
 
@@ -147,6 +161,36 @@ def _language(language: LanguageScore | None, so_far: str) -> Action:
             f"The perplexity on general text rose {figures}; {GENERAL_MARGIN:.0%} more is allowed.",
         )
     return Action("next_gate", f"{so_far} The perplexity on general text went {figures}.")
+
+
+def _shadow(release: Release, evidence: Evidence) -> Action:
+    settings = ReleaseConfig.stored(release.settings)
+    if "shadow" in release.skip_gates:
+        return Action("next_gate", _skipped(release, "shadow"))
+    shadow = evidence.shadow
+    if not settings.shadow_evaluators or shadow is None:
+        return Action("next_gate", release.reason)
+    if shadow.harm:
+        why = f"Its shadow is worse; no user saw it. {shadow.harm.sentence()} {_uses(evidence)}"
+        return Action("rollback", why)
+    sentences = " ".join(guard.sentence() for guard in shadow.required)
+    if shadow.is_clear or shadow.units >= settings.shadow:
+        return Action("next_gate", f"The shadow did no harm. {sentences} {_uses(evidence)}")
+    if evidence.step_s >= settings.max_s:
+        return Action(
+            "hold",
+            f"The shadow met {shadow.units} of {settings.shadow} units within {settings.max_s:g} s. "
+            f"{sentences} {_uses(evidence)} Lower `release.shadow`, or raise `release.max_s`.",
+        )
+    return Action("wait")
+
+
+def _uses(evidence: Evidence) -> str:
+    """Return what shadow and evaluators have done and cost, in words."""
+    answers, seconds, tokens = evidence.shadow_cost
+    shadow = f"The shadow gave {answers} answers in {seconds:.1f} s, with {tokens} tokens." if answers else ""
+    uses = " ".join(use.sentence() for use in evidence.uses)
+    return f"{shadow} {uses}".strip()
 
 
 def _approval(release: Release, evidence: Evidence) -> Action:
@@ -257,7 +301,9 @@ def _next_step(release: Release, settings: ReleaseConfig, evidence: Evidence) ->
             )
         return Action("promote", f"The canary is within its margins or better. {sentences}")
     if evidence.step_s >= settings.max_s:
-        return Action("hold", f"No verdict within {settings.max_s:g} s. {sentences}")
+        return Action(
+            "hold", f"No verdict within {settings.max_s:g} s. {sentences} {_uses(evidence)}".rstrip()
+        )
     return Action("wait")
 
 

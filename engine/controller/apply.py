@@ -17,7 +17,7 @@ from engine.settings.params import content_hash
 
 # Called with each release that has ended, perhaps twice: after a crash its verdict is said again.
 OnEnd = Callable[[Catalog, Release], object]
-NEXT_STEP = {"probe": "score", "score": "approval", "approval": "canary"}
+NEXT_STEP = {"probe": "score", "score": "shadow", "shadow": "approval", "approval": "canary"}
 
 
 class Applier:

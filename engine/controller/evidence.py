@@ -10,11 +10,17 @@ from statistics import fmean
 from engine.catalog.catalog import Catalog, Release
 from engine.controller.advance import Evidence, LanguageScore, OfflineScore
 from engine.ledger.canaries import CanaryReader
+from engine.ledger.evaluations import evaluator_uses, shadow_cost
 from engine.ledger.ledger import Ledger
 from engine.ledger.queries import latest_scores, recent_units_per_s
+from engine.ledger.shadows import ShadowReader
 from engine.problems.general_text import GENERAL
 from engine.quality.canary import CanaryResult
 from engine.quality.estimate import paired_difference, perplexity
+from engine.quality.shadow import ShadowResult
+
+# The steps in which evaluators score answers.
+EVALUATED = ("shadow", "canary")
 
 
 class EvidenceReader:
@@ -35,6 +41,7 @@ class EvidenceReader:
         # Of each running release: its gate, and its canary's weight, and when each began by the clock.
         self._began: dict[tuple[str, str], tuple[tuple[object, ...], float]] = {}
         self._canaries: dict[str, CanaryReader] = {}
+        self._shadows: dict[str, ShadowReader] = {}
         # The opened ledger whose rows they have taken.
         self._taken_from = -1
 
@@ -42,6 +49,7 @@ class EvidenceReader:
         """Return the current evidence for a release."""
         revision = self._catalog.revisions.get(release.policy, release.revision)
         stone = self._catalog.tombstones.find(release.policy, release.revision)
+        evaluates = bool(release.settings.get("evaluators")) and release.step in EVALUATED
         return Evidence(
             now=time.time(),
             route=self._catalog.routes.get(release.policy),
@@ -55,11 +63,15 @@ class EvidenceReader:
             weight_s=self._since(release, "weight", (release.canary_started_at, release.weight)),
             units_per_s=self._traffic(release, ledger),
             without=self._without(release, revision.base),
+            shadow=self._shadow(release, ledger),
+            uses=tuple(evaluator_uses(ledger.connection, release)) if evaluates else (),
+            shadow_cost=shadow_cost(ledger.connection, release) if evaluates else (0, 0.0, 0),
         )
 
     def forget(self, release_id: str) -> None:
         """Drop what is cached of a release."""
         self._canaries.pop(release_id, None)
+        self._shadows.pop(release_id, None)
         for kind in ("gate", "weight"):
             self._began.pop((release_id, kind), None)
 
@@ -103,15 +115,30 @@ class EvidenceReader:
             return LanguageScore(0, 0.0, 0.0)
         return LanguageScore(len(mine), perplexity(mine), perplexity(theirs))
 
+    def _shadow(self, release: Release, ledger: Ledger) -> ShadowResult | None:
+        """Return what the shadow has shown: of a canary what it had, which no longer changes."""
+        if not release.settings.get("evaluators") or release.step not in EVALUATED:
+            return None
+        self._renew(ledger)
+        if (known := self._shadows.get(release.id)) is None:
+            known = self._shadows[release.id] = ShadowReader(release)
+        elif release.step == "canary":
+            return known.result
+        return known.read(ledger.connection, release)
+
     def _canary(self, release: Release, ledger: Ledger) -> CanaryResult:
         if release.canary_started_at is None:
             return CanaryResult()
-        if self._taken_from != ledger.number:
-            # The rows of another file have other numbers: what was taken of this one cannot be told by them.
-            self._canaries.clear()
-            self._taken_from = ledger.number
+        self._renew(ledger)
         reader = self._canaries.setdefault(release.id, CanaryReader(release))
         return reader.read(ledger.connection, release)
+
+    def _renew(self, ledger: Ledger) -> None:
+        """Forget what was taken of another file: its rows have other numbers."""
+        if self._taken_from != ledger.number:
+            self._canaries.clear()
+            self._shadows.clear()
+            self._taken_from = ledger.number
 
 
 def _common_scores(

@@ -8,6 +8,7 @@ from operator import itemgetter
 import duckdb
 
 from engine.catalog.records import Release
+from engine.ledger.evaluations import LiveScore, live_scores
 from engine.ledger.queries import Observed, Rating, canary_answers, canary_feedback, canary_ratings
 from engine.quality.canary import CanaryAnswer, CanaryJudge, CanaryResult, FeedbackCounts
 from engine.settings.releases import ReleaseConfig
@@ -24,6 +25,9 @@ class CanaryReader:
         self._counts = FeedbackCounts()
         self._answers_until = -1
         self._rated: set[int] = set()
+        self._rules = {name: one.version for name, one in settings.evaluators.items()}
+        self._metrics = {name for name, one in settings.evaluators.items() if one.is_metric}
+        self._scored: set[str] = set()
 
     def read(self, ledger: duckdb.DuckDBPyConnection, release: Release) -> CanaryResult:
         """Take the answers and ratings that are new, and return what all say."""
@@ -36,6 +40,8 @@ class CanaryReader:
         for rating in ratings:
             self.rate(rating)
             self._rated.add(rating.seq)
+        for score in self._scores(ledger, release):
+            self._evaluate(score)
         if answers or ratings:
             self._counts = self._feedback(ledger, release)
         return self.judge.result(self._counts)
@@ -47,6 +53,7 @@ class CanaryReader:
             for observed in canary_answers(ledger, release)
         ]
         events += [(rating.at, partial(self.rate, rating)) for rating in canary_ratings(ledger, release)]
+        events += [(score.at, partial(self._evaluate, score)) for score in self._scores(ledger, release)]
         for at, take in sorted(events, key=itemgetter(0)):
             take()
             yield at
@@ -55,6 +62,23 @@ class CanaryReader:
         """Give the judge one rating."""
         step = self._step_of(rating.version)
         self.judge.rate(step, rating.key, rating.unit, rating.is_canary, rating.reward, rating.segment)
+
+    def _scores(self, ledger: duckdb.DuckDBPyConnection, release: Release) -> list[LiveScore]:
+        """Return the new scores by this release's evaluators, in the version that each had at its start."""
+        if not self._rules:
+            return []
+        return [
+            score
+            for score in live_scores(ledger, release)
+            if score.seq not in self._scored
+            and score.evaluator in self._rules
+            and (score.evaluator in self._metrics or score.rule == self._rules[score.evaluator])
+        ]
+
+    def _evaluate(self, score: LiveScore) -> None:
+        step = self._step_of(score.version)
+        self.judge.evaluate(score.evaluator, step, score.key, score.unit, score.is_canary, score.value)
+        self._scored.add(score.seq)
 
     def _answer(self, seen: Observed) -> CanaryAnswer:
         return CanaryAnswer(

@@ -124,7 +124,7 @@ def canary_ratings(ledger: duckdb.DuckDBPyConnection, release: Release) -> list[
     release's end. The route's version tells the start, since clocks may jump; only releases that ended
     before versions were recorded have the time alone.
     """
-    return list(starmap(Rating, ledger.execute(RATINGS, _of_canary(release)).fetchall()))
+    return list(starmap(Rating, ledger.execute(RATINGS, of_canary(release)).fetchall()))
 
 
 class Observed(NamedTuple):
@@ -150,7 +150,7 @@ class Observed(NamedTuple):
 
 def canary_answers(ledger: duckdb.DuckDBPyConnection, release: Release, after: int = -1) -> list[Observed]:
     """Return the answers of a canary and its baseline, in order, after row number `after`."""
-    rows = ledger.execute(ANSWERS, _of_canary(release) | {"after": after}).fetchall()
+    rows = ledger.execute(ANSWERS, of_canary(release) | {"after": after}).fetchall()
     return list(starmap(Observed, rows))
 
 
@@ -160,13 +160,13 @@ def canary_feedback(ledger: duckdb.DuckDBPyConnection, release: Release) -> tupl
     They are: answers, rated answers, valid ratings by the answer's own key, ratings by other keys, and
     rewards outside [0, 1].
     """
-    answers, rated, own, foreign, refused = ledger.execute(FEEDBACK, _of_canary(release)).fetchall()[0]
+    answers, rated, own, foreign, refused = ledger.execute(FEEDBACK, of_canary(release)).fetchall()[0]
     return answers, rated, own, foreign, refused
 
 
 def canary_fallbacks(ledger: duckdb.DuckDBPyConnection, release: Release) -> int:
     """Return how many users' requests were answered in the place of a release's canary."""
-    named = {name: value for name, value in _of_canary(release).items() if f"${name}" in FALLBACKS}
+    named = {name: value for name, value in of_canary(release).items() if f"${name}" in FALLBACKS}
     count: int = ledger.execute(FALLBACKS, named).fetchall()[0][0]
     return count
 
@@ -180,7 +180,8 @@ def canary_weights(ledger: duckdb.DuckDBPyConnection, release: Release) -> list[
     return [(began[int(version)], weight) for version, weight in release.ramp if int(version) in began]
 
 
-def _of_canary(release: Release) -> dict[str, Any]:
+def of_canary(release: Release) -> dict[str, Any]:
+    """Return the parameters of a query on `ANSWERED`."""
     ended = release.updated_at if release.state != "running" else float("inf")
     return {
         "policy": release.policy,

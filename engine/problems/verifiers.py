@@ -228,21 +228,24 @@ def has_spread(rewards: Sequence[float]) -> bool:
 
 
 class Apart:
-    """A verifier process; it is killed when an answer takes too long, and dies with its parent."""
+    """A process of a verifier, or of another function by name that `module` loads.
 
-    def __init__(self, kind: str):
-        self._kind = kind
+    It is killed when an answer takes too long, and dies with its parent. `what` names it in errors.
+    """
+
+    def __init__(self, kind: str, module: str = "engine.problems.verifier_process", what: str = "verifier"):
+        self._kind, self._module, self._what = kind, module, what
         self._process: subprocess.Popen[bytes] | None = None
         # Answers come back in request order, so threads must take turns.
         self._turn = threading.Lock()
         self._start()
 
-    def ask(self, asked: tuple[str, str, str], timeout_s: float) -> tuple[float, str | None]:
-        """Return the score of one answer, and the fault or None."""
+    def ask(self, asked: tuple[Any, ...], timeout_s: float) -> tuple[Any, str | None]:
+        """Return what the function says of one answer, and the fault or None; with a fault it says 0."""
         with self._turn:
             return self._ask(asked, timeout_s)
 
-    def _ask(self, asked: tuple[str, str, str], timeout_s: float) -> tuple[float, str | None]:
+    def _ask(self, asked: tuple[Any, ...], timeout_s: float) -> tuple[Any, str | None]:
         if self._process is None or self._process.poll() is not None:
             self.close()
             try:
@@ -255,11 +258,11 @@ class Apart:
             if not self._pipe.poll(timeout_s):
                 self.close()
                 return 0.0, "timeout"
-            score, fault = self._pipe.recv()
+            answer, fault = self._pipe.recv()
         except (EOFError, OSError):
             self.close()
             return 0.0, "died"
-        return score, fault
+        return answer, fault
 
     def close(self) -> None:
         """Kill the process."""
@@ -271,7 +274,7 @@ class Apart:
 
     def _start(self) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
-        command = [sys.executable, "-m", "engine.problems.verifier_process", self._kind, str(theirs.fileno())]
+        command = [sys.executable, "-m", self._module, self._kind, str(theirs.fileno())]
         environment = ENVIRONMENT | {"HOME": str(Path.home()), "PYTHONPATH": os.pathsep.join(sys.path)}
         # What a verifier prints goes to the log: the standard output may be a command's JSON.
         self._process = subprocess.Popen(
@@ -281,12 +284,15 @@ class Apart:
         if not self._pipe.poll(START_S):
             self.close()
             raise ConfigError(
-                f"The verifier {self._kind!r} took more than {START_S:g} s to load. Make its import faster."
+                f"The {self._what} {self._kind!r} took more than {START_S:g} s to load. Make its import "
+                "faster."
             )
         try:
             refusal = self._pipe.recv()
         except EOFError:
-            refusal = f"The verifier {self._kind!r} ended its process while it was loading. Check its module."
+            refusal = (
+                f"The {self._what} {self._kind!r} ended its process while it was loading. Check its module."
+            )
         if refusal:
             self.close()
             raise ConfigError(refusal)

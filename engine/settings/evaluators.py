@@ -56,11 +56,13 @@ class EvaluatorConfig(Settings):
 
     @model_validator(mode="after")
     def _judge_has_its_settings(self) -> Self:
-        is_judge = self.kind.startswith(JUDGE)
-        if is_judge and not (self.url and self.rubric):
-            raise ValueError("a judge needs `url` and `rubric`")
-        if not is_judge and (self.url or self.rubric or self.key_file):
-            raise ValueError("only judge:MODEL takes `url`, `rubric` and `key_file`")
+        is_judge, is_stored = self.kind.startswith(JUDGE), self.kind.startswith(MLFLOW)
+        if (is_judge or is_stored) != bool(self.url):
+            raise ValueError("judge:MODEL and mlflow:NAME need `url`, and no other kind takes it")
+        if is_judge != bool(self.rubric):
+            raise ValueError("judge:MODEL needs `rubric`, and no other kind takes it")
+        if self.key_file and not self.url:
+            raise ValueError("only judge:MODEL and mlflow:NAME take `key_file`")
         return self
 
     @property

@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_va
 
 from engine.errors import ConfigError
 from engine.settings.model import Settings, explain
+from engine.settings.own_functions import refuse_unlisted
 from engine.settings.policies import PolicyConfig
 from engine.settings.releases import ReleaseConfig
 from engine.settings.services import (
@@ -175,9 +176,11 @@ class Params(Settings):
     def _releases_are_valid(self) -> Self:
         for name in self.releases:
             try:
-                self.release_of(name)
+                release = self.release_of(name)
             except ValidationError as error:
                 raise ValueError(f"of {name!r}: {explain(error, ReleaseConfig)}") from None
+            for evaluator in release.evaluators.values():
+                refuse_unlisted("evaluator", evaluator.kind, self.python_modules)
         return self
 
     def release_of(self, policy: str) -> ReleaseConfig:
@@ -346,9 +349,21 @@ def _beside(here: Path, policy: PolicyConfig) -> PolicyConfig:
     return policy.model_copy(update={"task": str(here / policy.task)})
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice: YAML's own reader would keep the last one silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if doubled := next((key for key in keys if keys.count(key) > 1), None):
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {doubled!r} is there twice", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
 def _read_mapping(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text()) or {}
+        data = yaml.load(path.read_text(), _Loader) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}.") from None
     if not isinstance(data, dict):

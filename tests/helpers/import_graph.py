@@ -29,9 +29,14 @@ OPTIONAL: dict[str, set[str]] = {
     "engine.base.latent": {"engine.base.families"},
     "engine.backup": {"engine.controller.__main__"},
     "engine.catalog.audit": {"engine.backup", "engine.catalog.opening"},
-    "engine.catalog.fleet": {"engine.controller.__main__", "engine.training.several_engines"},
+    "engine.catalog.fleet": {
+        "engine.controller.__main__",
+        "engine.evaluation",
+        "engine.training.several_engines",
+    },
     "engine.catalog.suggestions": {"engine.catalog.opening", "engine.serving.gateway.suggesting"},
     "engine.controller.upkeep": {"engine.controller.__main__"},
+    "engine.evaluation": {"engine.controller.__main__"},
     "engine.integrations": {"engine.controller.__main__"},
     "engine.metering": {
         "engine.serving.assembly",

@@ -7,12 +7,11 @@ CREATE TABLE evaluations (
     score DOUBLE, fault VARCHAR, seconds DOUBLE, tokens INTEGER
 );
 
--- Answers of a revision under release that no user saw: one for each unit, beside the observation `request` of the
--- baseline's answer to the same question. `evaluations` has the scores of both.
+-- Answers of a revision under release that no user saw, one for each unit: `answer` is the observation's id, `request`
+-- that of the baseline's answer to the same question, which a user got by `key`. `evaluations` has the scores of both.
 CREATE TABLE shadows (
     id VARCHAR PRIMARY KEY, "at" DOUBLE NOT NULL, code_version VARCHAR, config_hash VARCHAR,
-    release VARCHAR, request VARCHAR, policy VARCHAR, digest VARCHAR, unit VARCHAR, key VARCHAR,
-    status INTEGER, outcome VARCHAR, seconds DOUBLE, prompt_tokens INTEGER, completion_tokens INTEGER
+    release VARCHAR, request VARCHAR, answer VARCHAR, policy VARCHAR, digest VARCHAR, unit VARCHAR, key VARCHAR
 );
 
 -- Figures that clients report of their answers, by name: `POST /v1/feedback` with `metric` and `value`.

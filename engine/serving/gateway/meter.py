@@ -40,6 +40,8 @@ A_PERIOD = tuple((period, f"tokens_per_{period}") for period in (DAY, MONTH))
 MOST_ACCOUNTS = 1 << 14
 # The share of the queue of cold loads that a tenant with policies of its own may take.
 LOAD_SHARE = 0.5
+# Beyond the priority of every other call, of which the lowest is computed first.
+BEHIND_ALL = 1 << 52
 REFUSED = Counter("graftwork_requests_limited", "Requests refused by a limit.", ["tenant", "limit"])
 TOKENS = Counter("graftwork_tokens", "Tokens of settled requests.", ["tenant", "kind"])
 RATE_HEADERS = tuple(
@@ -320,7 +322,9 @@ class Meter:
                 raise ServiceError(said) from None
             raise
         tag = self._fair.enter(call.tenant.name, tokens, call.tenant.weight)
-        call.bill, call.priority = Bill(account, asked, number, tag), int(tag)
+        # A shadow's answer, which nobody waits for, is computed when nothing else is to be.
+        behind = BEHIND_ALL if call.purpose == "shadow" else 0
+        call.bill, call.priority = Bill(account, asked, number, tag), int(tag) + behind
 
     def _enter(self, account: Account, tokens: int) -> None:
         """Take a call's place and its share of the minute. Raises `LimitReached`, as `open` does."""

@@ -48,6 +48,7 @@ PURPOSES = {
     "score": ("score",),
     "probe": ("score",),
     "rollout": ("score", "train"),
+    "shadow": ("score",),
 }
 
 

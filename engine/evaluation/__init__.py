@@ -1,0 +1,1 @@
+"""Evaluators of users' live answers while a release runs, in a process of their own."""
