@@ -1,16 +1,18 @@
-"""A canary's evidence: every answer and rating of both arms, and what the guards say about them.
+"""A canary's evidence: every answer, rating and score of both arms, and what the guards say about them.
 
 The error budget: a canary that is no worse is rolled back with probability at most `alpha`, over all guards
-and looks. The reward's guard has half of it, the others share the rest; without feedback they share all of
-it. A promotion needs every required guard clear, so that none of its errors adds to another's.
+and looks. Without evaluators the ratings' guards have all of it, else their part (see `budget`): the reward's
+guard half, the others share the rest; without feedback they share all of the part. A promotion needs every
+required guard clear, so that none of its errors adds to another's. What is only observed has no part in it.
 """
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from engine.quality.budget import ErrorBudget
 from engine.quality.guards import RATIOS, Guard, GuardResult, QuantileGuard, RateGuard, RewardGuard
-from engine.settings.releases import GuardName, ReleaseConfig
+from engine.settings.releases import GUARDS, GuardName, ReleaseConfig, score_guard
 
 # Statuses from here on are errors of engine or adapter; below, the user's own.
 SERVER_ERROR = 500
@@ -70,8 +72,10 @@ class FeedbackCounts:
 class CanaryResult:
     """Judged units and mean rewards of both arms, the bounds of the rewards' difference, and the guards.
 
-    Units are rated ones, or without feedback answered ones; `step_units` are the canary's in its newest step.
-    `segments` are reported and decide nothing; those that a policy judges are among the guards.
+    Units are those of the first guard that a promotion needs clear: rated, scored or answered ones;
+    `step_units` are the canary's in its newest step. `segments` are reported and decide nothing; those that a
+    policy judges are among the guards. `observed` are other guards and evaluators that decide nothing, as far
+    as there was anything to see.
     """
 
     canary_units: int = 0
@@ -85,6 +89,7 @@ class CanaryResult:
     guards: tuple[GuardResult, ...] = ()
     segments: tuple[GuardResult, ...] = ()
     feedback: FeedbackCounts = field(default_factory=FeedbackCounts)
+    observed: tuple[GuardResult, ...] = ()
 
     @property
     def harm(self) -> GuardResult | None:
@@ -103,14 +108,18 @@ class CanaryResult:
 
     def summary(self) -> dict[str, Any]:
         """Return the result for a row of JSON, which knows no infinity: a bound that is not known is None."""
-        row = asdict(self)
-        for guard in row["guards"] + row["segments"]:
-            guard["upper"] = guard["upper"] if guard["upper"] < float("inf") else None
-        return row
+        return without_infinity(asdict(self))
+
+
+def without_infinity(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a result's row for JSON."""
+    for guard in (*row["guards"], *row.get("segments", ()), *row["observed"]):
+        guard["upper"] = guard["upper"] if guard["upper"] < float("inf") else None
+    return row
 
 
 class CanaryJudge:
-    """Takes a canary's answers and ratings in order of arrival; `result` is what they say so far.
+    """Takes a canary's answers, ratings and scores in order of arrival; `result` is what they say so far.
 
     `weights` maps each step of the canary, the version of its route, to the canary's share of units in it; it
     may grow. Against the bare base (`is_against_base`) times are reported only: an adapter always costs time.
@@ -120,22 +129,36 @@ class CanaryJudge:
         self._settings = settings
         self._is_against_base = is_against_base
         self._weights = weights
+        budget = ErrorBudget.of(settings)
+        has_rewards = settings.feedback != "none" and "reward" in settings.guards
         # The reward's half of the budget is split over all users and the segments that are judged.
-        level = settings.alpha / (1 + len(settings.segments))
-        self.rewards = RewardGuard(weights, level, settings.margin)
-        self._segments = {
-            name: RewardGuard(weights, level, settings.margin, name) for name in settings.segments
-        }
-        has_rewards = settings.feedback == "reward" and "reward" in settings.guards
+        level = (budget.ratings or settings.alpha) / (1 + len(settings.segments))
+        self.rewards = self._score_guard("reward", level)
+        self._segments = {name: self._score_guard(f"reward in {name}", level) for name in settings.segments}
         others = [name for name in settings.guards if name != "reward"]
-        budget = settings.alpha / 2 if has_rewards else settings.alpha
-        share = budget / max(1, len(others))
+        share = (budget.ratings / 2 if has_rewards else budget.ratings) / max(1, len(others))
         self.others: dict[GuardName, Guard] = {name: self._guard(name, share) for name in others}
-        judged = [self.rewards, *self._segments.values()] if has_rewards else []
-        self._guards = [*judged, *self.others.values()]
+        # One side of the interval finds harm, and that is what the budget limits: twice the level is both.
+        self.evaluators = {
+            name: self._score_guard(
+                score_guard(name), settings.alpha if one.decides == "nothing" else 2 * budget.evaluator, name
+            )
+            for name, one in settings.evaluators.items()
+        }
+        rewards = [self.rewards, *self._segments.values()]
+        deciding = [self.evaluators[name] for name in settings.deciding_evaluators]
+        self._guards = [*(rewards if has_rewards else ()), *deciding, *self.others.values()]
+        self._observed: dict[GuardName, Guard] = {
+            name: self._guard(name, settings.alpha) for name in GUARDS if name not in ("reward", *others)
+        }
+
+    def _score_guard(self, name: str, level: float, evaluator: str = "") -> RewardGuard:
+        settings = self._settings
+        required = name in settings.promoting_guards
+        return RewardGuard(self._weights, level, settings.margin, name, required, evaluator)
 
     def _guard(self, name: GuardName, share: float) -> Guard:
-        settings, required = self._settings, self._settings.feedback == "none"
+        settings, required = self._settings, name in self._settings.promoting_guards
         if name in RATIOS:
             share /= len(settings.weights)
             margin = LATENCY_MARGIN if name in ("ttft", "token_time") else COST_MARGIN
@@ -157,15 +180,21 @@ class CanaryJudge:
         if name not in self._segments and len(self._segments) >= MOST_SEGMENTS:
             name = OTHER_SEGMENTS
         if name not in self._segments:
-            settings = self._settings
-            self._segments[name] = RewardGuard(self._weights, settings.alpha, settings.margin, name)
+            self._segments[name] = self._score_guard(f"reward in {name}", self._settings.alpha)
         return self._segments[name]
+
+    def evaluate(self, name: str, step: int, key: str, unit: str, is_canary: bool, score: float) -> None:
+        """Take an evaluator's score of an answer, or a metric; raises `ValueError` outside [0, 1]."""
+        if not 0 <= score <= 1:
+            raise ValueError(f"Scores lie in [0, 1]; found {score:g} by {name}.")
+        is_lower_better = self._settings.evaluators[name].kind == "metric-lower"
+        self.evaluators[name].add(step, key, unit, is_canary, 1 - score if is_lower_better else score)
 
     def observe(self, answer: CanaryAnswer) -> None:
         """Take an answer; each guard counts what it can judge by it."""
         at = answer.step, answer.key, answer.unit, answer.is_canary
         for name, value in _figures(answer):
-            if guard := self.others.get(name):
+            if guard := self.others.get(name) or self._observed.get(name):
                 guard.add(*at, value)
 
     @property
@@ -176,7 +205,8 @@ class CanaryJudge:
     def result(self, feedback: FeedbackCounts | None = None) -> CanaryResult:
         """Return what all guards say now, with counts of the feedback."""
         results = tuple(guard.judge() for guard in self._guards)
-        rewards, counted = self.rewards, self._guards[0] if self._guards else self.rewards
+        rewards = self.rewards
+        counted = next((guard for guard in self._guards if guard.required), [*self._guards, rewards][0])
         return CanaryResult(
             canary_units=counted.counts[True],
             baseline_units=counted.counts[False],
@@ -191,7 +221,15 @@ class CanaryJudge:
                 guard.judge() for name, guard in self._segments.items() if name not in self._settings.segments
             ),
             feedback=feedback or FeedbackCounts(),
+            observed=tuple(guard.judge() for guard in self._only_observed() if any(guard.counts.values())),
         )
+
+    def _only_observed(self) -> Iterator[Guard]:
+        """Yield the guards that decide nothing."""
+        if self.rewards not in self._guards:
+            yield self.rewards
+        yield from (guard for guard in self.evaluators.values() if guard not in self._guards)
+        yield from self._observed.values()
 
 
 def _figures(answer: CanaryAnswer) -> Iterator[tuple[GuardName, float]]:

@@ -32,7 +32,8 @@ class GuardResult:
 
     The figure is canary - baseline for rewards and rates, canary / baseline for times and sizes. `required`
     says that a promotion needs it clear. `note` is on keys: that only one was there, or which one decides
-    alone.
+    alone. `evaluator` is whose scores it judges. A paired figure is of two answers to the same question, of
+    which no user saw the revision's.
     """
 
     guard: str
@@ -44,11 +45,17 @@ class GuardResult:
     rule: str
     required: bool = False
     note: str = ""
+    evaluator: str = ""
+    is_paired: bool = False
 
     def sentence(self) -> str:
         """Return the result in words."""
-        figure = f"{self.guard}: canary {'/' if self.is_ratio else '-'} baseline"
-        units = f"after {self.canary_units} canary and {self.baseline_units} baseline units"
+        is_worse = self.evaluator and self.state == "harm"
+        name = f"Worse by {self.evaluator}" if is_worse else self.guard
+        arm, units = "canary", f"{self.canary_units} canary and {self.baseline_units} baseline units"
+        if self.is_paired:
+            arm, units = "revision", f"{self.canary_units} pairs"
+        figure, units = f"{name}: {arm} {'/' if self.is_ratio else '-'} baseline", f"after {units}"
         said = f"{figure} lies between {self.lower:+.3f} and {self.upper:+.3f} {units} ({self.rule})."
         return f"{said} {self.note}".rstrip()
 
@@ -65,8 +72,8 @@ class Guard:
     that is left out, which takes the values of all others.
     """
 
-    def __init__(self, name: str, required: bool):
-        self.name, self.required = name, required
+    def __init__(self, name: str, required: bool, evaluator: str = ""):
+        self.name, self.required, self.evaluator = name, required, evaluator
         # The state over all keys.
         self.found: State = "open"
         # Values that came after their step had ended; they count in no step.
@@ -121,8 +128,9 @@ class Guard:
         canary, baseline = self.counts[True], self.counts[False]
         state, note = self._checked
         return GuardResult(
-            self.name, state, lower, upper, canary, baseline, self._rule(), self.required, note
-        )
+            self.name, state, lower, upper, canary, baseline, self._rule(), self.required, note,
+            self.evaluator,
+        )  # fmt: skip
 
     def canary_units(self, step: int) -> int:
         """Return how many units of the canary the newest step, `step`, has."""
@@ -180,19 +188,21 @@ class Guard:
 
 
 class RewardGuard(Guard):
-    """Rewards in [0, 1], by the betting confidence sequence: harm below 0, clear above -margin.
+    """Rewards in [0, 1], or an evaluator's scores, by the betting confidence sequence at level `alpha`.
 
-    `segment` names the segment whose rewards it judges; a promotion requires the guard of all rewards alone.
+    Harm is below 0, and clear above -margin; each is wrong with probability at most alpha / 2.
     """
 
-    def __init__(self, weights: dict[int, float], alpha: float, margin: float, segment: str | None = None):
-        super().__init__(f"reward in {segment}" if segment else "reward", required=segment is None)
-        self._segment = segment
+    def __init__(
+        self, weights: dict[int, float], alpha: float, margin: float, name: str = "reward",
+        required: bool = False, evaluator: str = "",
+    ):  # fmt: skip
+        super().__init__(name, required, evaluator)
         self._weights, self._alpha, self._margin = weights, alpha, margin
         self.comparison = CanaryComparison(weights, alpha, above=-margin, below=0.0)
 
     def _empty(self) -> Guard:
-        return RewardGuard(self._weights, self._alpha, self._margin, self._segment)
+        return RewardGuard(self._weights, self._alpha, self._margin)
 
     def _take(self, unit: Unit) -> None:
         self.comparison.add(unit)

@@ -4,9 +4,10 @@ A canary's evidence is replayed in the order in which the controller saw it.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import duckdb
 
@@ -185,7 +186,7 @@ def _result(ledger: duckdb.DuckDBPyConnection, catalog: Catalog, release: Releas
     policy = catalog.policies.get(release.policy)
     suite = policy.config.get("suite", "")
     started = release.canary_started_at
-    guards, feedback = _judged(ledger, release)
+    guards, observed, feedback = _judged(ledger, release)
     return ReleaseResult(
         policy=release.policy,
         revision=release.revision,
@@ -204,24 +205,33 @@ def _result(ledger: duckdb.DuckDBPyConnection, catalog: Catalog, release: Releas
         if started is not None
         else (),
         guards=guards,
+        observed=observed,
         feedback=feedback,
         fallbacks=canary_fallbacks(ledger, release),
         by=release.approval or "",
     )
 
 
-def _judged(ledger: duckdb.DuckDBPyConnection, release: Release) -> tuple[tuple[GuardResult, ...], str]:
-    """Return what a canary's guards said at its verdict, or say now, and the counts of its feedback."""
+def _judged(
+    ledger: duckdb.DuckDBPyConnection, release: Release
+) -> tuple[tuple[GuardResult, ...], tuple[GuardResult, ...], str]:
+    """Return what a canary's guards said at its verdict, or say now.
+
+    First those that decide, then those that are only observed, then the counts of its feedback.
+    """
     if release.canary_started_at is None:
-        return (), ""
+        return (), (), ""
     if release.state == "running":
         seen = CanaryReader(release).read(ledger, release)
-        return seen.guards, seen.feedback.sentence()
+        return seen.guards, seen.observed, seen.feedback.sentence()
     stored = release.evidence.get("canary", {})
-    unknown = {"upper": math.inf}
-    guards = [row if row["upper"] is not None else row | unknown for row in stored.get("guards", ())]
     feedback = FeedbackCounts(**stored["feedback"]).sentence() if stored.get("feedback") else ""
-    return tuple(GuardResult(**row) for row in guards), feedback
+    return _stored(stored.get("guards", ())), _stored(stored.get("observed", ())), feedback
+
+
+def _stored(rows: Iterable[dict[str, Any]]) -> tuple[GuardResult, ...]:
+    unknown = {"upper": math.inf}
+    return tuple(GuardResult(**(row if row["upper"] is not None else row | unknown)) for row in rows)
 
 
 def timeline(ledger: duckdb.DuckDBPyConnection, release: Release) -> tuple[CanaryPoint, ...]:

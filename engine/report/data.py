@@ -55,8 +55,9 @@ class ReleaseResult:
     `state` is `running`, `promoted`, `rolled_back` or `held`. `canary_s` is from the canary's start to the
     release's last change, None without a canary. `skipped` are (gate, who and why). `weights` are (seconds
     since the canary's start, its share of users from then on). `guards` are what they said at the verdict, or
-    say now; `feedback` is its counts in words. `fallbacks` are requests that were answered in the canary's
-    place. `by` is the person who ended it, if one did.
+    say now, and `observed` those that decide nothing; `feedback` is the counts of the canary's feedback in
+    words. `fallbacks` are requests that were answered in the canary's place. `by` is the person who ended it,
+    if one did.
     """
 
     policy: str
@@ -74,6 +75,7 @@ class ReleaseResult:
     created_at: float = 0.0
     weights: tuple[tuple[float, float], ...] = ()
     guards: tuple[GuardResult, ...] = ()
+    observed: tuple[GuardResult, ...] = ()
     feedback: str = ""
     fallbacks: int = 0
     by: str = ""

@@ -27,6 +27,11 @@ LOAD_S = 60.0
 STORED_NAMES = {"max_seconds": "max_s", "step_seconds": "step_s", "bake_seconds": "bake_s"}
 
 
+def score_guard(evaluator: str) -> str:
+    """Return what the guard of an evaluator's scores is called."""
+    return f"score by {evaluator}"
+
+
 class ReleaseConfig(Settings):
     """The gates of a release: offline score, approval and canary."""
 
@@ -105,12 +110,12 @@ class ReleaseConfig(Settings):
 
     @property
     def promoting_guards(self) -> tuple[str, ...]:
-        """What a promotion needs clear, which is fixed at the start of a release.
+        """The names of the guards that a promotion needs clear, which are fixed at the start of a release.
 
         By `feedback`: the reward's guard, the evaluators that decide `both`, or all guards but the reward's.
         Where rewards promote, the evaluators that decide `both` are needed as well.
         """
-        promoting = tuple(name for name, one in self.evaluators.items() if one.decides == "both")
+        promoting = tuple(score_guard(name) for name, one in self.evaluators.items() if one.decides == "both")
         if self.feedback == "none":
             return (*(name for name in self.guards if name != "reward"), *promoting)
         rewards = ("reward",) if self.feedback == "reward" and "reward" in self.guards else ()
@@ -120,6 +125,15 @@ class ReleaseConfig(Settings):
     def deciding_evaluators(self) -> dict[str, EvaluatorConfig]:
         """The evaluators that may end a release."""
         return {name: one for name, one in self.evaluators.items() if one.decides != "nothing"}
+
+    @property
+    def shadow_evaluators(self) -> dict[str, EvaluatorConfig]:
+        """The evaluators that decide in the shadow; where there are none, the release has no shadow.
+
+        Metrics do not: nobody reports them of an answer that no user saw.
+        """
+        deciding = self.deciding_evaluators if self.shadow else {}
+        return {name: one for name, one in deciding.items() if not one.is_metric}
 
     @model_validator(mode="after")
     def _ramp_only_grows(self) -> Self:

@@ -2,11 +2,12 @@
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from engine.catalog.catalog import Catalog, Release
+from engine.quality.guards import GuardResult
 from engine.report.data import ReleaseResult
 from engine.report.pages import collect, render
 from engine.settings.params import Params
@@ -72,3 +73,18 @@ def test_a_bound_that_nothing_is_known_of_is_not_a_number(params: Params, releas
     unknown = [guard for guard in shown.guards if not math.isfinite(guard.upper)]
     assert page.count("not known yet") == len(unknown)
     assert "inf" not in re.findall(r'class="number">([^<]*)<', page)
+
+
+def test_what_is_only_observed_is_shown_as_such(params: Params, release: Release) -> None:
+    """The evidence of an earlier version has nothing that is only observed."""
+    row = asdict(GuardResult("score by taste", "harm", -0.4, -0.1, 30, 120, "a rule", evaluator="taste"))
+    canary = release.evidence["canary"]
+    for observed, shown_as in (({"observed": [row]}, 1), ({}, 0)):
+        with Catalog(params.paths.catalog_url) as catalog:
+            old = catalog.releases.get(release.id)
+            stored = {name: value for name, value in canary.items() if name != "observed"} | observed
+            catalog.releases.update(old.id, old.version, evidence=release.evidence | {"canary": stored})
+        shown, page = page_of(params)
+        assert [one.guard for one in shown.observed] == ["score by taste"] * shown_as
+        assert page.count("(observed only)") == shown_as
+        assert len(shown.guards) == len(canary["guards"])
