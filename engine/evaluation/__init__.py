@@ -1,0 +1,1 @@
+"""Judgement of users' live answers, in a process of its own."""
