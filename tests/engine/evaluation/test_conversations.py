@@ -19,7 +19,7 @@ from tests.helpers.api_answers import (
     event,
     pieces,
     whole,
-)  # fmt: skip
+)
 
 QUESTION = "What is 40 + 2?"
 STREAMED = pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
