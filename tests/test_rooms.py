@@ -42,6 +42,7 @@ ROOMS = (
     "engine.training.service",
     "engine.training",
     "engine.verification",
+    "engine.evaluation",
     "engine.controller",
     "engine.report",
     "engine.notifications",

@@ -37,6 +37,15 @@ class EngineClient(ServiceClient):
         """Return tiers, load queue and each resident adapter; sizes in bytes, times in seconds."""
         return self._ask("GET", "/graftwork/residency")
 
+    def copies(self, policies: Mapping[str, float], most: int) -> dict[str, Any]:
+        """Have the gateway copy this share of each policy's answers to users for some seconds.
+
+        Return the oldest `copies` that wait, at most so many; how many were `dropped` since the last call;
+        and of `users` the 95th percentile of the time to the first byte, `ttft_p95_s` (None: no `requests`).
+        Without policies nothing is copied any more.
+        """
+        return self._ask("POST", "/graftwork/copies", json={"policies": dict(policies), "most": most})
+
     def logprobs(self, model: str, tokens: Sequence[int]) -> list[float]:
         """Return the log-probability (nats) of each of T token ids but the first: T - 1 values.
 

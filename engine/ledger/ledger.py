@@ -24,6 +24,10 @@ __all__ = ["Ledger", "Spool", "open_snapshot"]
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 FILES_A_COMMIT = 64
+# Tables that say something of answers, and the column with the answer's id.
+OF_ANSWERS = {
+    "feedback": "request_id", "metrics": "request_id", "evaluations": "request", "shadows": "request"
+}  # fmt: skip
 # Only the beginning of a copy checkpoints: another one would change the file under the copy.
 NO_CHECKPOINT = "SET checkpoint_threshold = '1000TB'"
 NAMED = re.compile(rb'"policy": ?"([^"]+)"')
@@ -95,14 +99,16 @@ class Ledger:
         return new
 
     def sweep(self, before: float) -> int:
-        """Remove feedback from before this time (epoch seconds) on unknown answers; return how many.
+        """Remove what was said before this time (epoch seconds) of unknown answers; return how many rows.
 
-        Feedback names no policy: on an answer of a purged policy it would stay forever.
+        Feedback names no policy, and a score no key: of an answer that is removed they would stay forever.
         """
-        unknown = "NOT EXISTS (SELECT 1 FROM observations WHERE observations.id = request_id)"
-        query = f'DELETE FROM feedback WHERE "at" < ? AND {unknown}'
-        row = self.connection.execute(query, [before]).fetchone()
-        removed = int(row[0]) if row else 0
+        removed = 0
+        for table, column in OF_ANSWERS.items():
+            unknown = f"NOT EXISTS (SELECT 1 FROM observations WHERE observations.id = {column})"
+            query = f'DELETE FROM {table} WHERE "at" < ? AND {unknown}'
+            row = self.connection.execute(query, [before]).fetchone()
+            removed += int(row[0]) if row else 0
         self._changes += removed
         return removed
 

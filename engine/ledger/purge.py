@@ -16,7 +16,7 @@ from typing import Any
 import duckdb
 
 from engine.files import sync, write_whole
-from engine.ledger.ledger import Ledger, create, table_columns
+from engine.ledger.ledger import OF_ANSWERS, Ledger, create, table_columns
 from engine.ledger.spool import REJECTED, read_lines
 
 FRESH = ".fresh"
@@ -107,12 +107,12 @@ class Removal:
 
 
 def of_policy(ledger: Path, policy: str) -> Removal:
-    """Return the removal of a policy's events, and of the feedback on its observations."""
+    """Return the removal of a policy's events, and of what was said of its observations."""
 
     def where(columns: Columns) -> dict[str, str]:
         tables = sorted(table for table, names in columns.items() if "policy" in names)
-        rated = "request_id IN (SELECT id FROM observations WHERE policy = ?)"
-        return {"feedback": rated} | dict.fromkeys(tables, "policy = ?")
+        said = of_answers("SELECT id FROM observations WHERE policy = ?")
+        return said | dict.fromkeys(tables, "policy = ?")
 
     return Removal(ledger, where, policy, "policy", [policy])
 
@@ -120,17 +120,26 @@ def of_policy(ledger: Path, policy: str) -> Removal:
 def of_keys(ledger: Path, keys: Sequence[str]) -> Removal:
     """Return the removal of what was asked and rated by these keys (ids or hashes)."""
     asked = "list_contains(?, key)"
-    rated = f"{asked} OR request_id IN (SELECT id FROM observations WHERE list_contains(?, key))"
-    where = {"feedback": rated, "observations": asked}
+    said = of_answers(f"SELECT id FROM observations WHERE {asked}")
+    own = {table: f"{asked} OR {said[table]}" for table in ("feedback", "metrics", "shadows")}
+    where = {**said, **own, "observations": asked}
     return Removal(ledger, lambda _: where, list(keys), "key", keys)
 
 
 def of_old(ledger: Ledger, before: float) -> Removal | None:
-    """Return the removal of observations from before a time (epoch seconds) and their feedback, if any."""
+    """Return the removal of observations from before a time (epoch seconds) and what was said of them.
+
+    None where there are none.
+    """
     if ledger.connection.execute(f"{OF_OLD} LIMIT 1", [before]).fetchone() is None:
         return None
-    where = {"feedback": f"request_id IN ({OF_OLD})", "observations": '"at" < ?'}
+    where = {**of_answers(OF_OLD), "observations": '"at" < ?'}
     return Removal(ledger.path, lambda _: where, before)
+
+
+def of_answers(answers: str) -> dict[str, str]:
+    """Return the condition for each table that says something of answers, whose ids a query returns."""
+    return {table: f"{column} IN ({answers})" for table, column in OF_ANSWERS.items()}
 
 
 def purge(ledger: Ledger, spool: Path, snapshot: Path, removal: Removal) -> dict[str, int]:

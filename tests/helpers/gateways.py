@@ -43,6 +43,7 @@ OWN = (
     "/graftwork/marker",
     "/graftwork/ready",
     "/graftwork/drain",
+    "/graftwork/copies",
 )
 
 

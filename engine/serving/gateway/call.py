@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from prometheus_client import Counter
 from engine.catalog.catalog import Key, Tenant
 from engine.ledger.spool import Spool
 from engine.serving.gateway.answers import AnswerReader, Used
-from engine.serving.gateway.asgi import Header, Receive, Refused, Send
+from engine.serving.gateway.asgi import App, Header, Receive, Refused, Send
 from engine.serving.gateway.constraints import Constraint
 from engine.serving.gateway.grammar_trial import GrammarTrial
 from engine.serving.gateway.route_table import Endpoint
@@ -148,7 +148,8 @@ class GatewayState:
     """What the stages need of the server; set once the engine is up.
 
     `context` is the base's, in tokens. `counted` returns the tokens that the engine has spent on a request so
-    far, by its id; `rated` are responses whose reward is known.
+    far, by its id; `rated` are responses whose reward is known, and those with the name of a known metric.
+    `copied` forwards a call and may copy its answer, while somebody asks for copies.
     """
 
     router: Router
@@ -161,6 +162,7 @@ class GatewayState:
     meter: Metering = field(default_factory=Unmetered)
     counted: Callable[[str], Used | None] = uncounted
     rated: RecentIds = field(default_factory=RecentIds)
+    copied: Callable[["Call", App], Awaitable[None]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,7 @@ class Call:
     unit: str | None = field(init=False)
     model: str = field(init=False)
     body: dict[str, Any] = field(init=False)
-    raw: bytes = field(init=False)
+    raw: bytes = field(init=False, default=b"")
     body_bytes: int = field(init=False)
     size: Size = field(init=False)
     constraints: list[Constraint] = field(init=False)

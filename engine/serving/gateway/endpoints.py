@@ -4,30 +4,49 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Event
-from typing import Any
+from typing import Annotated, Any, Self
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.catalog.catalog import Key
 from engine.errors import GraftworkError, ServiceError
+from engine.serving.gateway.answer_copies import AnswerCopies
 from engine.serving.gateway.api_errors import send_error
 from engine.serving.gateway.asgi import Refused
 from engine.serving.gateway.call import GatewayState, is_given_to
 from engine.serving.gateway.rollouts import gate_of_platform, rollouts
 from engine.serving.gateway.samples import samples
+from engine.settings.evaluators import EvaluatorName
 
 # Most policies that `/v1/models` lists: a catalog may have a million.
 MODELS = 1000
 
 
 class Feedback(BaseModel):
-    """Body of `/v1/feedback`: `request_id` is the response's `id`, `reward` is in [0, 1]."""
+    """Body of `/v1/feedback`: `request_id` is the response's `id`; `reward` and `value` are in [0, 1]."""
 
     model_config = ConfigDict(extra="forbid")
     request_id: str = Field(min_length=1, max_length=200)
-    reward: float = Field(ge=0, le=1)
+    reward: float | None = Field(None, ge=0, le=1)
+    metric: EvaluatorName | None = None
+    value: float | None = Field(None, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _says_one_thing(self) -> Self:
+        is_metric = self.metric is not None
+        if (self.reward is None) != is_metric or (self.value is None) == is_metric:
+            raise ValueError("give `reward` alone, or `metric` and `value`")
+        return self
+
+
+class Copies(BaseModel):
+    """Body of `/graftwork/copies`: the share of each policy's answers to copy, and how many to return."""
+
+    model_config = ConfigDict(extra="forbid")
+    policies: dict[str, Annotated[float, Field(ge=0, le=1)]]
+    most: int = Field(ge=0)
 
 
 class Prewarm(BaseModel):
@@ -56,6 +75,8 @@ def attach(app: FastAPI) -> None:
     app.get("/graftwork/marker")(marker)
     app.get("/graftwork/ready")(ready)
     app.post("/graftwork/drain")(drain)
+    app.post("/graftwork/copies")(copies)
+    app.state.graftwork_copies = AnswerCopies()
     app.get("/graftwork/residency")(residency)
     app.get("/graftwork/loads")(loads)
     app.get("/v1/models")(models)
@@ -90,6 +111,13 @@ async def drain(request: Request) -> dict[str, bool]:
     """Take no new users from now on; requests that come are still answered. Before a stop, or an upgrade."""
     request.app.state.graftwork_readiness.drain()
     return {"draining": True}
+
+
+async def copies(body: Copies, request: Request) -> Response:
+    """Return copies of users' answers, and go on to copy some of these policies for the next seconds."""
+    kept: AnswerCopies = request.app.state.graftwork_copies
+    kept.subscribe(request.app.state.graftwork, body.policies)
+    return Response(kept.take(body.most), media_type="application/json")
 
 
 async def residency(request: Request) -> dict[str, Any]:
@@ -154,22 +182,29 @@ def _card(name: str) -> dict[str, Any]:
 
 
 async def feedback(body: Feedback, request: Request) -> Any:
-    """Record the first reward for an earlier response of the same key.
+    """Record the first reward, or the first value of a metric, for an earlier response of the same key.
 
-    404 for what is no such response, 503 when the reward cannot be stored.
+    404 for what is no such response, 503 when it cannot be stored.
     """
     state: GatewayState = request.app.state.graftwork
     key: Key = request.state.graftwork_key
     if not is_given_to(key, body.request_id, state.router.hash_once):
         said = f"No response {body.request_id!r} was given to this key."
         return _Refusal(Refused(404, said, "unknown_request", "request_id"))
-    if body.request_id in state.rated:
+    rated = f"{body.request_id} {body.metric}" if body.metric else body.request_id
+    if rated in state.rated:
         return {"status": "accepted"}
+    told = {"request_id": body.request_id, "key": key.id}
     try:
-        state.spool.emit("feedback", request_id=body.request_id, reward=body.reward, key=key.id)
+        if body.metric is None:
+            state.spool.emit("feedback", **told, reward=body.reward)
+        else:
+            # The ledger takes no second event of this id.
+            state.spool.emit("metrics", id=f"{rated} {key.id}", **told, metric=body.metric, value=body.value)
     except OSError as error:
-        return _Refusal(ServiceError(f"The reward could not be stored: {error}. Send it again later."))
-    state.rated.add(body.request_id)
+        what = "metric" if body.metric else "reward"
+        return _Refusal(ServiceError(f"The {what} could not be stored: {error}. Send it again later."))
+    state.rated.add(rated)
     return {"status": "accepted"}
 
 

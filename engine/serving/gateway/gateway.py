@@ -109,7 +109,8 @@ class Gateway:
             if call.constraints:
                 await call.state.grammars.check(call.constraints, call.tenant.name)
             await hold(call)
-            await forward(call, self._app)
+            copied = call.state.copied
+            await (forward if copied is None else copied)(call, self._app)
         except Exception as error:
             call.answer.status = error.status if isinstance(error, GraftworkError) else SERVER_ERROR
             raise

@@ -73,6 +73,8 @@ async def read(call: Call) -> None:
         # An endpoint of ours checks its body itself.
         call.raw = raw
         return
+    if state.copied is not None:
+        call.raw = raw
     call.body = body = parse_within(raw, context)
     check_fields(body, endpoint.fields)
     unit = end_user_of(body) or session_of(call.headers)

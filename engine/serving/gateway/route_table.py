@@ -58,6 +58,8 @@ ROUTES = (
     # Load balancers ask it.
     Endpoint("/graftwork/ready", GET, ()),
     Endpoint("/graftwork/drain", POST, ("admin",)),
+    # Users' text, for who judges answers.
+    Endpoint("/graftwork/copies", POST, ("admin",)),
     Endpoint("/metrics", GET, ("metrics",)),
     Endpoint("/graftwork/residency", GET, ("metrics",)),
     Endpoint("/graftwork/loads", GET, ("metrics",)),

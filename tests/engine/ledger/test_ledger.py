@@ -17,7 +17,7 @@ import duckdb
 import pytest
 
 from engine.errors import ConfigError, Conflict, NotFound, ServiceError
-from engine.ledger.ledger import Ledger, Spool, open_snapshot
+from engine.ledger.ledger import OF_ANSWERS, Ledger, Spool, open_snapshot
 from engine.ledger.spool import OLDEST_NEW_S, ready_files
 from tests.helpers.history import step_row
 from tests.helpers.state_of_265b009 import ledger_of_265b009
@@ -548,16 +548,18 @@ def test_what_is_gone_does_not_come_back(spool: Spool, ledger: Ledger) -> None:
     assert b"kept" in file.read_bytes()
 
 
-def test_feedback_on_answers_that_never_come_is_swept(spool: Spool, ledger: Ledger) -> None:
+def test_what_is_said_of_answers_that_never_come_is_swept(spool: Spool, ledger: Ledger) -> None:
     """It names no policy, so that only time tells it from feedback that is ahead of its answer."""
     observe(spool, "known", "aa", "u")
     for id, at in (("known", 10.0), ("gone", 10.0), ("gone", 20.0)):
-        spool.emit("feedback", request_id=id, reward=1.0, key="k", at=at)
+        for table, column in OF_ANSWERS.items():
+            spool.emit(table, **{column: id}, at=at)
     take_in(ledger, spool)
-    assert ledger.sweep(20.0) == 1
-    found = 'SELECT request_id, "at" FROM feedback ORDER BY rowid'
-    assert rows(ledger, found) == [("known", 10.0), ("gone", 20.0)]
-    assert (ledger.sweep(21.0), ledger.sweep(21.0)) == (1, 0)
+    assert ledger.sweep(20.0) == len(OF_ANSWERS)
+    for table, column in OF_ANSWERS.items():
+        found = f'SELECT {column}, "at" FROM {table} ORDER BY rowid'
+        assert rows(ledger, found) == [("known", 10.0), ("gone", 20.0)]
+    assert (ledger.sweep(21.0), ledger.sweep(21.0)) == (len(OF_ANSWERS), 0)
 
 
 def test_a_ledger_that_could_not_become_another_file_closes_nothing_of_others(

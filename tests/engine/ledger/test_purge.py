@@ -27,6 +27,10 @@ def state(tmp_path: Path) -> Path:
             spool.emit("scores", policy=policy, digest="aa", item=str(number), score=0.5, answer=answer)
             id = spool.emit("observations", policy=policy, digest="aa", arm="champion", key="k", unit="u")
             spool.emit("feedback", request_id=id, reward=number / 50, key="k")
+        # What evaluators and clients said of the last answer.
+        spool.emit("metrics", request_id=id, metric="resolved", value=1.0, key="k")
+        for table in ("evaluations", "shadows"):
+            spool.emit(table, request=id, policy=policy, digest="bb")
         spool.emit("train_steps", policy=policy, step=1, reward=0.5)
     spool.rotate()
     ledger = Ledger(tmp_path / "ledger.duckdb")
@@ -60,7 +64,8 @@ def test_nothing_of_the_policy_is_left_in_any_file(state):
     assert any(SECRET.encode() in file.read_bytes() for file in files(state))
     removed = purged(state)
     assert {name: count for name, count in removed.items() if count} == {
-        "feedback": 50, "observations": 50, "scores": 51, "train_steps": 1, "rejected": 1
+        "evaluations": 1, "feedback": 50, "metrics": 1, "observations": 50, "scores": 51, "shadows": 1,
+        "train_steps": 1, "rejected": 1,
     }  # fmt: skip
     for file in files(state):
         assert SECRET.encode() not in file.read_bytes(), file
@@ -84,6 +89,8 @@ def test_every_other_row_stays_in_its_order_with_its_views(state):
     assert rows(state, before[0]) == kept
     assert rows(state, before[1]) == feedback
     assert rows(state, "SELECT count(*), max(reward) FROM rated") == [(50, 0.98)]
+    for table in ("metrics", "evaluations", "shadows"):
+        assert rows(state, f"SELECT count(*) FROM {table}") == [(1,)]
     rejected = b"".join(file.read_bytes() for file in (state / "spool/rejected").iterdir())
     assert [json.loads(line)["policy"] for line in rejected.splitlines()] == ["kept"]
     # What comes later is taken in as ever, and an event that was there already is known.
@@ -117,6 +124,9 @@ def test_a_kill_before_the_file_is_in_place_loses_nothing(state, monkeypatch):
     assert not (state / f"ledger.duckdb{FRESH}").is_file()
 
 
+OF_KEYS = ("observations", "feedback", "metrics", "evaluations", "shadows")
+
+
 @pytest.fixture
 def asked(tmp_path: Path) -> Path:
     """Two keys' requests, at times 0 to 9, each rated by its own key; one rejected line of each."""
@@ -125,6 +135,10 @@ def asked(tmp_path: Path) -> Path:
         for at in range(10):
             id = spool.emit("observations", policy="p", key=key, at=float(at), unit=f"{SECRET}{key}")
             spool.emit("feedback", request_id=id, reward=1.0, key=key, at=float(at))
+            spool.emit("metrics", request_id=id, metric="resolved", value=1.0, key=key, at=float(at))
+            # Both are told later than their answer was.
+            spool.emit("evaluations", request=id, policy="p", evaluator=f"of {key}")
+            spool.emit("shadows", request=id, policy="p", unit=f"{SECRET}{key}", key=key)
         spool.emit("observations", key=key, unknown=SECRET + key)
     spool.close()
     Ledger(tmp_path / "ledger.duckdb").close()
@@ -139,7 +153,7 @@ def test_what_some_keys_asked_is_left_in_no_file(asked: Path) -> None:
             asked / "ledger.snapshot.duckdb",
             of_keys(ledger.path, ["theirs", "older"]),
         )
-        assert removed == {"feedback": 10, "observations": 10, "rejected": 1}
+        assert removed == dict.fromkeys(OF_KEYS, 10) | {"rejected": 1}
         again = purge(
             ledger,
             asked / "spool",
@@ -148,7 +162,9 @@ def test_what_some_keys_asked_is_left_in_no_file(asked: Path) -> None:
         )
         assert not any(again.values())
     assert rows(asked, "SELECT DISTINCT key FROM observations") == [("ours",)]
-    assert rows(asked, "SELECT count(*), min(key) FROM feedback") == [(10, "ours")]
+    for table in OF_KEYS:
+        key = "evaluator[4:]" if table == "evaluations" else "key"
+        assert rows(asked, f"SELECT count(*), min({key}) FROM {table}") == [(10, "ours")]
     for file in files(asked):
         assert f"{SECRET}theirs".encode() not in file.read_bytes(), file
 
@@ -160,9 +176,10 @@ def test_observations_are_forgotten_from_a_time_on(asked: Path) -> None:
         assert of_old(ledger, 0.0) is None
         removal = of_old(ledger, 4.0)
         assert removal is not None
-        assert remove(ledger, snapshot, removal) == {"feedback": 8, "observations": 8}
+        assert remove(ledger, snapshot, removal) == dict.fromkeys(OF_KEYS, 8)
     assert rows(asked, 'SELECT min("at"), count(*) FROM observations') == [(4.0, 12)]
-    assert rows(asked, "SELECT count(*) FROM feedback") == [(12,)]
+    for table in OF_KEYS:
+        assert rows(asked, f"SELECT count(*) FROM {table}") == [(12,)]
 
 
 def test_what_comes_between_two_steps_is_there_once_and_in_order(asked: Path) -> None:

@@ -12,7 +12,9 @@ from fastapi import FastAPI
 from engine.catalog.catalog import Key
 from engine.serving.gateway.call import RecentIds, id_for
 from engine.serving.gateway.endpoints import Feedback, attach, feedback
+from tests.helpers.api_answers import body_of
 from tests.helpers.gateway_world import make_world
+from tests.helpers.gateways import open_world
 
 
 @pytest.fixture
@@ -51,6 +53,45 @@ async def test_feedback_that_cannot_be_stored_is_a_503():
     assert spool.rows == [("feedback", {"request_id": names[0], "reward": 1.0, "key": "k"})]
     # It is not known, so it may come again.
     assert names[1] not in state.rated
+
+
+async def test_the_first_value_of_each_metric_counts_beside_the_reward(tmp_path):
+    world = open_world(tmp_path)
+    async with world.client(world.key()) as client:
+        asked = await client.post("/v1/completions", json=body_of("/v1/completions", "acme-sums"))
+        id = asked.json()["id"]
+        for said in (
+            {"metric": "resolved", "value": 1},
+            {"metric": "resolved", "value": 0},
+            {"metric": "minutes", "value": 0.25},
+            {"reward": 0.5},
+        ):
+            answer = await client.post("/v1/feedback", json={"request_id": id} | said)
+            assert (answer.status_code, answer.json()) == (202, {"status": "accepted"})
+        for said in (
+            {},
+            {"reward": 1, "metric": "resolved", "value": 1},
+            {"reward": 1, "value": 1},
+            {"metric": "resolved"},
+            {"value": 1},
+        ):
+            answer = await client.post("/v1/feedback", json={"request_id": id} | said)
+            assert (answer.status_code, "`metric` and `value`" in answer.text) == (400, True)
+        for said in ({"metric": "Resolved", "value": 1}, {"metric": "resolved", "value": 1.5}):
+            answer = await client.post("/v1/feedback", json={"request_id": id} | said)
+            assert answer.status_code == 400
+        not_a_number = f'{{"request_id": "{id}", "metric": "sum", "value": NaN}}'
+        assert (await client.post("/v1/feedback", content=not_a_number)).status_code == 400
+        unknown = {"request_id": f"{id[:-1]}!", "metric": "resolved", "value": 1}
+        assert (await client.post("/v1/feedback", json=unknown)).status_code == 404
+    rows = [row for table, row in world.events.rows if table == "metrics"]
+    assert [(row["request_id"], row["metric"], row["value"]) for row in rows] == [
+        (id, "resolved", 1.0), (id, "minutes", 0.25)
+    ]  # fmt: skip
+    # So the ledger takes one, whichever gateway was told.
+    assert rows[0]["id"] == f"{id} resolved {rows[0]['key']}"
+    assert [row["reward"] for table, row in world.events.rows if table == "feedback"] == [0.5]
+    world.close()
 
 
 async def test_an_engine_alone_is_ready_once_it_is_up_until_it_is_drained(world):

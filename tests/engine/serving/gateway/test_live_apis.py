@@ -16,6 +16,8 @@ import pytest
 from lm_eval.__main__ import cli_evaluate
 
 from engine.catalog.catalog import Policy
+from engine.clients.engine import EngineClient
+from engine.evaluation.conversations import exchange_of, follow_up_body
 from engine.serving.gateway.route_table import ROUTES
 from tests.helpers.access_matrix import ROLE_SETS, Names, gateway_faults
 from tests.helpers.live import RunningEngine, eventually
@@ -124,6 +126,35 @@ def test_every_api_tells_its_end_and_who_leaves_pays(
             next(leaving.iter_lines())
     state, prompt, completion = row_of(engine, leaving.headers["x-request-id"])
     assert (state, prompt > 0, 0 <= completion < 200) == ("settled", True, True)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_who_judges_reads_what_a_user_got(engine: RunningEngine, policy: str, tenant: str, path: str):
+    """Whole and streamed, and the same request for another model gets the same words of the same weights."""
+    told: list[dict[str, Any]] = []
+    body = {"model": policy, **BODIES[path], "temperature": 0, "safety_identifier": "ann"}
+    if path == "/v1/completions":
+        body["prompt"] = "1 + 1"
+    headers = {"authorization": f"Bearer {tenant}"}
+    with EngineClient(engine.url, engine.key, "probe") as judge:
+        judge.copies({policy: 1.0}, 0)
+        with httpx.Client(base_url=engine.url, headers=headers, timeout=60) as user:
+            said = [user.post(path, json=body | {"stream": is_stream}) for is_stream in (False, True)]
+        # An answer's end may be sent before it is copied.
+        assert eventually(lambda: told.extend(judge.copies({policy: 1.0}, 9)["copies"]) or len(told) == 2)
+        again = judge.http.post(path, json=follow_up_body(told[1]["request"]) | {"model": engine.base_name})
+        assert judge.copies({}, 9)["users"]["requests"] == 0
+    assert [copy["answer"] for copy in told] == [one.text for one in said]
+    assert [copy["request"] for copy in told] == [body | {"stream": False}, body | {"stream": True}]
+    assert again.status_code == 200, again.text
+    found = [
+        exchange_of(path, body, is_stream, answer)
+        for is_stream, answer in ((False, said[0].text), (True, said[1].text), (False, again.text))
+    ]
+    assert None not in found
+    # A whole answer shows the first bytes of a character that a stream would wait for.
+    assert len({one.answer.rstrip("\ufffd") for one in found}) == 1
+    assert (found[0].question, found[0].is_first_turn) == (body.get("prompt", "What is 3 + 4?"), True)
 
 
 def test_openais_client(engine: RunningEngine, policy: str, tenant: str):
