@@ -5,6 +5,7 @@ Times are epoch seconds. Scores and rewards are in [0, 1]. A digest of None is t
 
 from dataclasses import dataclass
 
+from engine.controller.waits import Wait
 from engine.quality.guards import GuardResult
 from engine.training.service.train_step import TrainStep
 
@@ -56,7 +57,8 @@ class ReleaseResult:
     release's last change, None without a canary. `skipped` are (gate, who and why). `weights` are (seconds
     since the canary's start, its share of users from then on). `guards` are what they said at the verdict, or
     say now; `feedback` is its counts in words. `fallbacks` are requests that were answered in the canary's
-    place. `by` is the person who ended it, if one did.
+    place. `by` is the person who ended it, if one did. `waits` is what it waits for, while it runs and where
+    that is known.
     """
 
     policy: str
@@ -77,6 +79,7 @@ class ReleaseResult:
     feedback: str = ""
     fallbacks: int = 0
     by: str = ""
+    waits: tuple[Wait, ...] = ()
 
 
 @dataclass(frozen=True)
