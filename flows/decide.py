@@ -1,10 +1,10 @@
-"""The flows `promote`, `rollback`, `hold` and `restore`: decisions in a person's name, by the controller."""
+"""Flows of decisions in a person's name: promote, roll back, restore, hold, pause and resume."""
 
 from typing import Any
 
 from prefect import flow
 
-from engine.settings.forms import DecideForm, HoldForm, RestoreForm
+from engine.settings.forms import DecideForm, RestoreForm, RunningForm
 from flows.entry import flow_settings
 from tasks import steps
 from tasks.progress import show_table, tag_run
@@ -29,16 +29,29 @@ def restore(form: RestoreForm) -> dict[str, Any]:
 
 
 @flow(name="hold", flow_run_name="hold {form.policy}")
-def hold(form: HoldForm) -> dict[str, Any]:
+def hold(form: RunningForm) -> dict[str, Any]:
     """End the policy's running release; its champion stays."""
     return _decide("hold", form)
 
 
-def _decide(action: str, form: DecideForm | HoldForm | RestoreForm) -> dict[str, Any]:
-    digest = None if isinstance(form, HoldForm) else form.digest
+@flow(name="pause", flow_run_name="pause {form.policy}")
+def pause(form: RunningForm) -> dict[str, Any]:
+    """Leave the policy's running release where it is, its time too; harm still rolls it back."""
+    return _decide("pause", form)
+
+
+@flow(name="resume", flow_run_name="resume {form.policy}")
+def resume(form: RunningForm) -> dict[str, Any]:
+    """Have the policy's paused release go on."""
+    return _decide("resume", form)
+
+
+def _decide(action: str, form: DecideForm | RunningForm | RestoreForm) -> dict[str, Any]:
+    digest = None if isinstance(form, RunningForm) else form.digest
     tag_run(f"policy:{form.policy}", *([f"revision:{form.policy}@{digest}"] if digest else []))
     params = flow_settings()
     decided = steps.decide(params, action, form)
     show_table([decided], f"decision-{form.policy}", form.reason)
-    steps.update_page(params, form.policy, digest or decided["revision" if action == "hold" else "champion"])
+    told = "revision" if isinstance(form, RunningForm) else "champion"
+    steps.update_page(params, form.policy, digest or decided[told])
     return decided

@@ -1,4 +1,4 @@
-"""The flow `release`: start a release, ask for approval if configured, wait for its verdict."""
+"""The flow `release`: start a release, ask for approvals if configured, wait for its verdict."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from engine.catalog.records import served_name
 from engine.settings.forms import RELEASE_TAG, ReleaseForm
 from flows.entry import flow_settings
 from tasks import steps
-from tasks.approval import ask_for_approval
+from tasks.approval import ask_for_approvals
 from tasks.outcome import release_row
 from tasks.progress import show_link, show_table, tag_run
 
@@ -27,7 +27,7 @@ def release(form: ReleaseForm) -> dict[str, Any]:
     page = f"{params.url('controller')}/releases/{started['id']}"
     show_link(page, "evidence so far", f"release-{policy}")
     if started["settings"]["approval_s"]:
-        ask_for_approval(params, started["id"])
+        ask_for_approvals(params, started)
     ended = steps.wait_for_verdict(params, started)
     show_table([release_row(ended)], f"verdict-{policy}", ended["reason"])
     steps.update_page(params, policy, ended["revision"])

@@ -4,7 +4,7 @@ They read the catalog and the ledger's snapshot, so they work without services.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from engine.report.why import Chain, Link, moment, why
 from engine.security.credentials import known_credential
 from engine.services.lifecycle import State
 from engine.settings.params import DIGEST12, Params, known_policies
-from tasks.outcome import age, interval_text
+from tasks.outcome import age, interval_text, wait_row
 from tasks.stuck_runs import KeptOutRuns, kept_out_runs, open_prefect
 
 TIMEOUT_S = 3.0
@@ -81,6 +81,7 @@ def standing(params: Params) -> dict[str, Any]:
     ):
         releases = [
             {"revision": served_name(it.policy, it.revision), "step": it.step, "reason": it.reason}
+            | {"waits": controller.waits(it.id)}
             for it in catalog.releases.all(open_only=True)
         ]
         notices = [{"at": it.at, "name": it.name, "reason": it.reason} for it in catalog.notices.page(3)]
@@ -92,6 +93,16 @@ def standing(params: Params) -> dict[str, Any]:
             "engines": [shown_replica(row, time.time()) for row in catalog.replicas.all()],
             "cancelled": [asdict(one) for one in lately_cancelled(params)],
         }
+
+
+def shown_releases(releases: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return the running releases' lines of the table: one for each thing that a release waits for."""
+    return [
+        {"release": release["revision"]} | wait_row(wait)
+        for release in releases
+        for wait in release["waits"]
+        or [{"gate": release["step"], "has": release["reason"], "needs": "", "waited_s": 0.0, "ends": ""}]
+    ]
 
 
 def lately_cancelled(params: Params) -> list[KeptOutRuns]:

@@ -13,6 +13,7 @@ import httpx
 from engine.catalog.records import served_name
 from engine.files import write_whole
 from engine.settings.params import DIGEST12, Params, Resolved
+from tasks.outcome import wait_row
 
 OnStep = Callable[[Mapping[str, Any]], None]
 PATIENCE_S = 60.0
@@ -48,6 +49,22 @@ def show_link(link: str, text: str, key: str) -> None:
     from prefect.artifacts import create_link_artifact
 
     _patiently(lambda: create_link_artifact(link, text, key))
+
+
+class WaitsTable:
+    """Publishes what a policy's running release waits for, as a table artifact, whenever a gate changes."""
+
+    def __init__(self, policy: str):
+        self._policy, self._gates = policy, ""
+
+    def __call__(self, release: Mapping[str, Any]) -> None:
+        """Publish the table of a release's row if it waits for something else than before."""
+        waits = release["waits"]
+        gates = ", ".join(wait["gate"] for wait in waits)
+        if waits and gates != self._gates:
+            rows = [wait_row(wait) for wait in waits]
+            show_table(rows, f"waits-{self._policy}", f"The release waits for: {gates}")
+        self._gates = gates
 
 
 def _patiently(call: Callable[[], Any]) -> None:

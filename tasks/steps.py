@@ -17,13 +17,13 @@ from prefect.context import TaskRunContext
 
 from engine.catalog.records import served_name
 from engine.errors import ServiceError
-from engine.settings.forms import CreatePolicyForm, DecideForm, HoldForm, ReleaseForm, RestoreForm
+from engine.settings.forms import CreatePolicyForm, DecideForm, ReleaseForm, RestoreForm, RunningForm
 from engine.settings.params import Params
 from engine.settings.policies import PolicyConfig
 from tasks import nightly, publish
 from tasks import release as plain_release
 from tasks import verify as verification
-from tasks.progress import both, log_collapse
+from tasks.progress import WaitsTable, both, log_collapse
 
 if TYPE_CHECKING:
     from engine.training.loop import Trained
@@ -144,15 +144,16 @@ start_release = task(
 def wait_for_verdict(params: Params, release: dict[str, Any]) -> dict[str, Any]:
     """Return the release once it has ended; it advances whether or not anything waits for it."""
     with plain_release.controller(params) as controller:
-        return controller.wait_for_verdict(release["id"], plain_release.longest_s(release))
+        show = WaitsTable(release["policy"])
+        return controller.wait_for_verdict(release["id"], plain_release.longest_s(release), show)
 
 
 @task(name="decide", task_run_name="{action} {form.policy}", cache_policy=NO_CACHE)
-def decide(params: Params, action: str, form: DecideForm | HoldForm | RestoreForm) -> dict[str, Any]:
-    """Promote, roll back, hold or restore in a person's name; return the route, or the ended release."""
+def decide(params: Params, action: str, form: DecideForm | RunningForm | RestoreForm) -> dict[str, Any]:
+    """Decide in a person's name about a revision or a running release; return the route, or the release."""
     with plain_release.controller(params) as controller:
-        if isinstance(form, HoldForm):
-            return controller.hold_running(form.policy, form.reason, form.by)
+        if isinstance(form, RunningForm):
+            return controller.decide_running(action, form.policy, form.reason, form.by)
         return controller.decide(action, form.reason, form.by, policy=form.policy, digest=form.digest)
 
 

@@ -38,6 +38,10 @@ ADDED = {
         "ALTER TABLE tenants ADD COLUMN suspended_for VARCHAR",
     ),
     "0014": ("ALTER TABLE bases ADD COLUMN texts JSON DEFAULT '[]' NOT NULL",),
+    "0015": (
+        "ALTER TABLE releases ADD COLUMN approvals JSON DEFAULT '[]' NOT NULL",
+        "ALTER TABLE releases ADD COLUMN pauses JSON DEFAULT '[]' NOT NULL",
+    ),
 }
 
 

@@ -14,7 +14,7 @@ from engine.errors import Forbidden
 from engine.settings.params import DIGEST12
 
 # That of engine/catalog/tables.py, and the oldest one that migration.py brings to it.
-SCHEMA_VERSION, OLDEST_SCHEMA = "0014", "0010"
+SCHEMA_VERSION, OLDEST_SCHEMA = "0015", "0010"
 # Values of `Revision.state`; a row holds the index.
 STATES = ("snapshot", "exported")
 # A release's verdicts, each with its final state; and the reverse.
@@ -114,7 +114,10 @@ class Release:
     `approval` is who ended it, if a person did; `evidence` is what its verdict was based on;
     `approved` is {"by", "reason", "at"} once a person has approved it for users. `canary_version` is the
     route's version at the canary's start. `ramp` has [version of the route, weight] of each step of the
-    canary so far; a canary that started before this was recorded has none, and one step.
+    canary so far; a canary that started before this was recorded has none, and one step. `approvals` are
+    those of its steps: {"weight", "asked_at"}, and once given what `approved` has. `pauses` are {"by",
+    "reason", "at"}, and once over {"resumed_by", "resumed_for", "resumed_at"}. `updated_at` is when it last
+    advanced.
     """
 
     id: str
@@ -136,6 +139,43 @@ class Release:
     approved: dict[str, Any] | None = None
     canary_version: int | None = None
     ramp: list[list[float]] = field(default_factory=list)
+    approvals: list[dict[str, Any]] = field(default_factory=list)
+    pauses: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def paused(self) -> dict[str, Any] | None:
+        """The pause that lasts, or None."""
+        is_open = self.state == "running" and self.pauses and "resumed_at" not in self.pauses[-1]
+        return self.pauses[-1] if is_open else None
+
+    @property
+    def asked(self) -> dict[str, Any] | None:
+        """The approval of a step that is waited for, or None."""
+        is_open = self.state == "running" and self.approvals and "by" not in self.approvals[-1]
+        return self.approvals[-1] if is_open else None
+
+    @property
+    def asks(self) -> float | None:
+        """The weight whose approval it waits for, or None."""
+        if self.asked:
+            return float(self.asked["weight"])
+        is_there = self.state == "running" and self.step == "approval" and not self.approved
+        return self.weight if is_there and self.settings.get("approval_s") else None
+
+    def stopped_s(self, since: float, now: float, is_asking: bool = False) -> float:
+        """Return for how many of the seconds between two times it was paused.
+
+        The time in which it waited for the approval of a step is as a pause to all but that approval's own
+        limit (`is_asking`).
+        """
+        stops = [(one["at"], one.get("resumed_at", now)) for one in self.pauses]
+        if not is_asking:
+            stops += [(one["asked_at"], one.get("at", now)) for one in self.approvals]
+        stopped, until = 0.0, since
+        for begin, end in sorted(stops):
+            stopped += max(0.0, min(end, now) - max(begin, until))
+            until = max(until, end)
+        return stopped
 
 
 @dataclass(frozen=True)

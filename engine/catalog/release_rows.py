@@ -68,7 +68,7 @@ class Releases(CatalogPart):
     def update(self, id: str, expected_version: int, **changes: Any) -> Release:
         """Change a release that still has `expected_version`; `Conflict` when it has changed since."""
         table = tables.releases.c
-        values = changes | {"version": expected_version + 1, "updated_at": time.time()}
+        values = {"updated_at": time.time()} | changes | {"version": expected_version + 1}
         change = update(tables.releases).where(table.id == id, table.version == expected_version)
         with self._access.write() as connection:
             old_row = connection.execute(select(tables.releases).where(table.id == id)).one_or_none()
@@ -85,5 +85,8 @@ class Releases(CatalogPart):
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the audit log keeps of a release: not the evidence, which the ledger has."""
-    names = ("id", "revision", "baseline", "step", "weight", "state", "approved", "reason", "skip_gates")
+    names = (
+        "id", "revision", "baseline", "step", "weight", "state", "approved", "reason", "skip_gates",
+        "approvals", "pauses",
+    )  # fmt: skip
     return {name: row[name] for name in names}

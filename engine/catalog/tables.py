@@ -178,7 +178,7 @@ releases = rows_of(
     Release,
     ("id",),
     Column("approved", JSON(none_as_null=True)),
-    Column("ramp", JSON, nullable=False, server_default="[]"),
+    *(Column(name, JSON, nullable=False, server_default="[]") for name in ("ramp", "approvals", "pauses")),
     Index("releases_newest", "policy", "created_at"),
     # A lock: at most one release of a policy runs.
     partial_index("releases_running", "policy", where="state = 'running'", unique=True),

@@ -15,7 +15,6 @@ from engine.errors import NotFound, ServiceError
 
 POLL_S = 0.25
 PATIENCE_S = 20.0
-STEPS = ("probe", "score", "approval", "canary", "done")
 Row = dict[str, Any]
 
 
@@ -61,37 +60,33 @@ class ControllerClient(ServiceClient):
     ) -> Row:
         """Wait until a release has ended and return its row; `on_update` receives the row at every poll.
 
-        Raises `ServiceError` after `timeout_s`; the release itself continues.
+        Raises `ServiceError` after `timeout_s`, which begins again after a pause; the release continues.
         """
+        return self.wait_for(release_id, timeout_s, "verdict", lambda release: False, on_update)
+
+    def wait_for(
+        self,
+        release_id: str,
+        timeout_s: float,
+        what: str,
+        is_there: Callable[[Row], bool],
+        on_update: Callable[[Row], object] = lambda release: None,
+    ) -> Row:
+        """Wait as `wait_for_verdict` does, at most until `is_there` says so of the row."""
         deadline = time.monotonic() + timeout_s
         while True:
             release = self.release(release_id)
             on_update(release)
-            if release["state"] != "running":
+            if release["state"] != "running" or is_there(release):
                 return release
+            if release["paused"]:
+                deadline = time.monotonic() + timeout_s
             if time.monotonic() > deadline:
                 raise ServiceError(
-                    f"Release {release_id} has no verdict after {timeout_s:g} s and is still running. "
+                    f"Release {release_id} has no {what} after {timeout_s:g} s and is still running. "
                     "Wait longer, or put it on hold."
                 )
             time.sleep(POLL_S)
-
-    def wait_for_step(self, release_id: str, step: str, timeout_s: float) -> Row:
-        """Wait until a release has reached `step` or has ended; return its row.
-
-        Raises `ServiceError` after `timeout_s`.
-        """
-        reached = STEPS[STEPS.index(step) :]
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            release = self.release(release_id)
-            if release["state"] != "running" or release["step"] in reached:
-                return release
-            time.sleep(POLL_S)
-        raise ServiceError(
-            f"Release {release_id} has not reached step {step!r} after {timeout_s:g} s. "
-            "See the controller's log."
-        )
 
     def approve(self, release_id: str, reason: str, by: str | None = None) -> Row:
         """Approve a release that waits for approval; return its row."""
@@ -101,9 +96,13 @@ class ControllerClient(ServiceClient):
         """End a running release and keep the champion; return its row."""
         return self._post(f"/releases/{release_id}/hold", reason=reason, by=by)
 
-    def hold_running(self, policy: str, reason: str, by: str | None = None) -> Row:
-        """End the policy's running release. Raises `NotFound` when none is running."""
-        return self.hold(self.running_release(policy)["id"], reason, by)
+    def decide_running(self, action: str, policy: str, reason: str, by: str | None = None) -> Row:
+        """Approve, hold, pause or resume the policy's running release; return its row.
+
+        Raises `NotFound` when none is running.
+        """
+        release = self.running_release(policy)["id"]
+        return self._post(f"/releases/{release}/{action}", reason=reason, by=by)
 
     def decide(self, action: str, reason: str, by: str | None = None, **revision: str | None) -> Row:
         """Promote, restore, rollback or lift a revision (`policy`, `digest`), or freeze or thaw all releases.
@@ -143,6 +142,12 @@ class ControllerClient(ServiceClient):
         """Return the controller's alarms; an empty list when it does not answer, or refuses the key."""
         with suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
             return [str(alarm) for alarm in self.http.get("/status").json()["alarms"]]
+        return []
+
+    def waits(self, release_id: str) -> list[Row]:
+        """Return what a running release waits for; an empty list as for `alarms`."""
+        with suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
+            return list(self.http.get(f"/releases/{release_id}").json()["waits"])
         return []
 
     def _post(self, path: str, **body: Any) -> Row:

@@ -51,8 +51,8 @@ def whole_controller(params: Params, holder: str) -> Controller:
     def reader(catalog: Catalog) -> EvidenceReader:
         return EvidenceReader(catalog, without=Fleet(catalog).without)
 
-    on_end = [partial(released, site=params.url("controller"))]
-    return Controller(params, holder, upkeep(params), on_end, reader, whole_catalog)
+    on_change = [partial(released, site=params.url("controller"))]
+    return Controller(params, holder, upkeep(params), on_change, reader, whole_catalog)
 
 
 def whole_app(controller: Controller, mirror: AliasMirror) -> FastAPI:

@@ -14,7 +14,7 @@ from engine.quality.sequential import least_pairs
 from engine.quality.shadow import ShadowResult
 from engine.settings.releases import LOAD_S, ReleaseConfig
 
-Kind = Literal["wait", "next_gate", "start_canary", "next_step", "promote", "rollback", "hold"]
+Kind = Literal["wait", "next_gate", "ask", "start_canary", "next_step", "promote", "rollback", "hold"]
 # Nobody may skip the effect probe.
 SKIPPABLE = ("score", "shadow", "canary")
 # The share by which a revision's perplexity on general text may be above the base's.
@@ -53,9 +53,10 @@ class Evidence:
     `probe` is the effect probe's result, `score` the offline score, `tombstone` the reason of the revision's
     tombstone; each is None when there is none. `language` is None for a policy without the suite `general`.
     `frozen` is whether releases are frozen. A running canary's `step_s` counts from the canary's start, its
-    `weight_s` from that of its newest weight. `units_per_s` is the recent traffic before the canary's start,
-    None where too little is known. `without` names the live engines that have not loaded the revision, and
-    why, before its first users come.
+    `weight_s` from that of its newest weight, `asked_s` from the request for a step's approval. None of them
+    runs in a pause, and the first two not while a step waits for its approval. `units_per_s` is the recent
+    traffic before the canary's start, None where too little is known. `without` names the live engines that
+    have not loaded the revision, and why, before its first users come.
     """
 
     now: float
@@ -68,6 +69,7 @@ class Evidence:
     step_s: float = 0.0
     language: LanguageScore | None = None
     weight_s: float = 0.0
+    asked_s: float = 0.0
     units_per_s: float | None = None
     without: dict[str, str] = field(default_factory=dict)
     shadow: ShadowResult | None = None
@@ -86,7 +88,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Action:
-    """What to do, and the reason in a sentence; `weight` is the canary's in a next step."""
+    """What to do, and the reason in a sentence; `weight` is the canary's in a next step, or to ask for."""
 
     kind: Kind
     reason: str = ""
@@ -108,6 +110,8 @@ def advance(release: Release, evidence: Evidence) -> Action:
         return Action(release.evidence["verdict"], release.reason)
     if evidence.route.champion != release.baseline:
         return Action("hold", "Superseded: the champion changed while the release was running.")
+    if release.paused:
+        return _shadow_harm(release, evidence) or _guard(release, evidence) or Action("wait", "It is paused.")
     gates = {
         "probe": _probe,
         "score": _score,
@@ -170,9 +174,8 @@ def _shadow(release: Release, evidence: Evidence) -> Action:
     shadow = evidence.shadow
     if not settings.shadow_evaluators or shadow is None:
         return Action("next_gate", release.reason)
-    if shadow.harm:
-        why = f"Its shadow is worse; no user saw it. {shadow.harm.sentence()} {_uses(evidence)}"
-        return Action("rollback", why)
+    if harm := _shadow_harm(release, evidence):
+        return harm
     sentences = " ".join(guard.sentence() for guard in shadow.required)
     if shadow.is_clear or shadow.units >= settings.shadow:
         return Action("next_gate", f"The shadow did no harm. {sentences} {_uses(evidence)}")
@@ -183,6 +186,14 @@ def _shadow(release: Release, evidence: Evidence) -> Action:
             f"{sentences} {_uses(evidence)} Lower `release.shadow`, or raise `release.max_s`.",
         )
     return Action("wait")
+
+
+def _shadow_harm(release: Release, evidence: Evidence) -> Action | None:
+    harm = evidence.shadow.harm if evidence.shadow and release.step == "shadow" else None
+    if harm is None:
+        return None
+    why = f"Its shadow is worse; no user saw it. {harm.sentence()} {_uses(evidence)}"
+    return Action("rollback", why)
 
 
 def _uses(evidence: Evidence) -> str:
@@ -212,16 +223,28 @@ def _canary(release: Release, evidence: Evidence) -> Action:
         return missing
     if "canary" in release.skip_gates:
         return Action("promote", _skipped(release, "canary"))
-    if release.canary_started_at is None:
-        return (
-            _refuse_canary(settings, evidence) or _skip_steps(release, settings, evidence) or _send(release)
-        )
     if harm := _guard(release, evidence):
         return harm
+    if release.asked:
+        if evidence.asked_s < settings.approval_s:
+            return Action("wait")
+        share = f"{release.asked['weight']:.0%}"
+        return Action("hold", f"Nobody approved the step to {share} within {settings.approval_s:g} s.")
+    if release.canary_started_at is None:
+        skipped = _refuse_canary(settings, evidence) or _skip_steps(release, settings, evidence)
+        return _approved(release, settings, skipped or _send(release))
     # After a crash right before the route was changed.
     if evidence.route.canary != release.revision or evidence.route.weight != release.weight:
         return _send(release)
-    return _next_step(release, settings, evidence)
+    return _approved(release, settings, _next_step(release, settings, evidence))
+
+
+def _approved(release: Release, settings: ReleaseConfig, action: Action) -> Action:
+    """Ask for the approval of a step, in the place of the step, where it needs one that it does not have."""
+    needing = [weight for weight in settings.approval_weights if release.weight < weight <= action.weight]
+    if not needing or any(one["weight"] >= max(needing) for one in release.approvals):
+        return action
+    return Action("ask", action.reason, max(needing))
 
 
 def _missing(evidence: Evidence) -> Action | None:

@@ -22,6 +22,7 @@ from engine.controller.access_control import METRICS, Admin, CredentialRequired,
 from engine.controller.alarms import alarms
 from engine.controller.release_loop import Controller
 from engine.controller.status_metrics import StatusMetrics
+from engine.controller.waits import waits_of
 from engine.errors import ConfigError, GraftworkError, NotFound, ServiceError
 from engine.files import write_whole
 from engine.ledger.ledger import open_snapshot
@@ -184,13 +185,15 @@ def _add_policies_and_releases(app: FastAPI, controller: Controller) -> None:
         release = decisions.start(body.policy, body.digest, body.settings, body.skip_gates, by, body.replaces)
         return _with_evidence(controller, release)
 
-    @app.post("/releases/{release_id}/approve")
-    def approve(release_id: str, body: HoldBody, key: Admin) -> dict[str, Any]:
-        return asdict(decisions.approve(release_id, key.named(body.by), body.reason))
+    def add(name: str, decide: Callable[[str, str, str], Release]) -> None:
+        @app.post(f"/releases/{{release_id}}/{name}")
+        def decided(release_id: str, body: HoldBody, key: Admin) -> dict[str, Any]:
+            return asdict(decide(release_id, key.named(body.by), body.reason))
 
-    @app.post("/releases/{release_id}/hold")
-    def hold(release_id: str, body: HoldBody, key: Admin) -> dict[str, Any]:
-        return asdict(decisions.hold(release_id, key.named(body.by), body.reason))
+    add("approve", decisions.approve)
+    add("pause", decisions.pause)
+    add("resume", decisions.resume)
+    add("hold", decisions.hold)
 
 
 def _add_decisions(app: FastAPI, controller: Controller) -> None:
@@ -284,10 +287,14 @@ def _plain(value: Any) -> Any:
 
 
 def _with_evidence(controller: Controller, release: Release) -> dict[str, Any]:
+    shown = asdict(release) | {"paused": release.paused, "asks": release.asks}
     latest = controller.latest.get(release.id)
     if release.state == "running" and latest:
-        return asdict(release) | {"evidence": latest.summary()}
-    return asdict(release)
+        return shown | {
+            "evidence": latest.summary(),
+            "waits": [wait.row() for wait in waits_of(release, latest)],
+        }
+    return shown | {"waits": []}
 
 
 def _answer_fault(_request: Request, error: Exception) -> Response:

@@ -15,35 +15,41 @@ from engine.controller.route_changes import CODE_VERSION, EVENTS, RouteChanges
 from engine.ledger.ledger import Ledger, Spool
 from engine.settings.params import content_hash
 
-# Called with each release that has ended, perhaps twice: after a crash its verdict is said again.
-OnEnd = Callable[[Catalog, Release], object]
+# Called with each release that has changed, perhaps twice: after a crash it is said again.
+OnChange = Callable[[Catalog, Release], object]
 NEXT_STEP = {"probe": "score", "score": "shadow", "shadow": "approval", "approval": "canary"}
 
 
 class Applier:
-    """Writes decisions to the catalog and the spool; `on_end` is told of each release that ends."""
+    """Writes decisions to the catalog and the spool; `on_change` is told of each release that it changes."""
 
-    def __init__(self, catalog: Catalog, spool: Spool, on_end: Sequence[OnEnd] = ()):
+    def __init__(self, catalog: Catalog, spool: Spool, on_change: Sequence[OnChange] = ()):
         self.changes = RouteChanges(catalog, spool)
         self._catalog = catalog
         self._spool = spool
-        self._on_end = on_end
+        self._on_change = on_change
 
     def apply(self, release: Release, action: Action, evidence: Evidence, by: str = "controller") -> Release:
         """Carry out an action other than `wait` in the name of `by`; return the updated release."""
         if action.kind == "next_gate":
-            return self._update(release, step=NEXT_STEP[release.step], reason=action.reason)
+            return self._tell(self._update(release, step=NEXT_STEP[release.step], reason=action.reason))
+        if action.kind == "ask":
+            asked = {"weight": action.weight, "asked_at": evidence.now}
+            return self.note(release, approvals=[*release.approvals, asked])
         if action.kind == "start_canary":
             return self._start_canary(release, action, evidence)
         if action.kind == "next_step":
             return self._next_step(release, action, evidence)
         return self._end(release, action, evidence, by)
 
+    def note(self, release: Release, **changes: Any) -> Release:
+        """Change what does not advance a release, such as a pause; return the updated release."""
+        return self._tell(self._update(release, updated_at=release.updated_at, **changes))
+
     def say_verdict(self, release: Release) -> None:
         """Tell of a release's verdict, and emit its ledger row, whose id derives from the release."""
         # The row comes last: `say_missing` skips verdicts that the ledger has.
-        for tell in self._on_end:
-            tell(self._catalog, release)
+        self._tell(release)
         self._spool.emit(
             "verdicts",
             id=verdict_id(release),
@@ -61,23 +67,26 @@ class Applier:
         )
 
     def say_missing(self, ledger: Ledger) -> None:
-        """Emit the verdicts and route changes that a crash lost. Call it once the spool is ingested."""
+        """Say the verdicts, route changes and steps that a crash lost. Call it once the spool is ingested."""
         verdict_ids = {row[0] for row in ledger.connection.execute("SELECT id FROM verdicts").fetchall()}
         for release in self._catalog.releases.all():
-            if release.state != "running" and verdict_id(release) not in verdict_ids:
+            if release.state == "running":
+                self._tell(release)
+            elif verdict_id(release) not in verdict_ids:
                 self.say_verdict(release)
         self.changes.say_missing(ledger)
 
     def _start_canary(self, release: Release, action: Action, evidence: Evidence) -> Release:
         # The route's own time and version: after a crash right here, units since then still count.
         routed = self.changes.start_canary(evidence.route, release, release.weight, action.reason)
-        return self._update(
+        started = self._update(
             release,
             canary_started_at=release.canary_started_at or routed.updated_at,
             canary_version=release.canary_version or routed.version,
             ramp=release.ramp or [[routed.version, release.weight]],
             reason=action.reason,
         )
+        return self._tell(started)
 
     def _next_step(self, release: Release, action: Action, evidence: Evidence) -> Release:
         """Write the step into the row first: `advance` sees a route that lags behind it, and repeats it.
@@ -90,7 +99,7 @@ class Applier:
         ramp = [*so_far, [evidence.route.version + 1, action.weight]]
         release = self._update(release, weight=action.weight, ramp=ramp, reason=action.reason)
         self.changes.start_canary(evidence.route, release, action.weight, action.reason)
-        return release
+        return self._tell(release)
 
     def _end(self, release: Release, action: Action, evidence: Evidence, by: str) -> Release:
         if action.kind == "rollback":
@@ -116,6 +125,11 @@ class Applier:
             evidence=evidence.summary() | {"verdict": action.kind, "decided_at": evidence.now},
             approval=None if by == "controller" else by,
         )
+
+    def _tell(self, release: Release) -> Release:
+        for tell in self._on_change:
+            tell(self._catalog, release)
+        return release
 
     def _update(self, release: Release, **changes: Any) -> Release:
         return self._catalog.releases.update(release.id, release.version, **changes)

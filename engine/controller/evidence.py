@@ -6,6 +6,7 @@ What a running canary's judge has taken is cached, so it takes only what is new.
 import time
 from collections.abc import Callable
 from statistics import fmean
+from typing import NamedTuple
 
 from engine.catalog.catalog import Catalog, Release
 from engine.controller.advance import Evidence, LanguageScore, OfflineScore
@@ -38,8 +39,8 @@ class EvidenceReader:
         self._catalog = catalog
         self._clock = clock
         self._engines_without = without
-        # Of each running release: its gate, and its canary's weight, and when each began by the clock.
-        self._began: dict[tuple[str, str], tuple[tuple[object, ...], float]] = {}
+        # Of each running release: its gate, its canary's weight, and the approval that it asks for.
+        self._ran: dict[tuple[str, str], _Ran] = {}
         self._canaries: dict[str, CanaryReader] = {}
         self._shadows: dict[str, ShadowReader] = {}
         # The opened ledger whose rows they have taken.
@@ -61,6 +62,7 @@ class EvidenceReader:
             frozen=self._catalog.switches.is_on("freeze"),
             step_s=self._since(release, "gate", (release.step, release.canary_started_at)),
             weight_s=self._since(release, "weight", (release.canary_started_at, release.weight)),
+            asked_s=self._since(release, "approval", (release.asked,)) if release.asked else 0.0,
             units_per_s=self._traffic(release, ledger),
             without=self._without(release, revision.base),
             shadow=self._shadow(release, ledger),
@@ -72,21 +74,24 @@ class EvidenceReader:
         """Drop what is cached of a release."""
         self._canaries.pop(release_id, None)
         self._shadows.pop(release_id, None)
-        for kind in ("gate", "weight"):
-            self._began.pop((release_id, kind), None)
+        for kind in ("gate", "weight", "approval"):
+            self._ran.pop((release_id, kind), None)
 
     def _since(self, release: Release, kind: str, now_at: tuple[object, ...]) -> float:
-        """Return for how long a release has been at a gate or a weight, independently of the wall clock."""
-        now = self._clock()
-        entry = self._began.get((release.id, kind))
-        if entry is None:
-            # After a restart only the wall clock tells when it began.
-            at = release.canary_started_at if kind == "gate" else None
-            began = now - max(0.0, time.time() - (at or release.updated_at))
+        """Return for how long a release has been at a gate or a weight, independently of the wall clock.
+
+        Time does not count while it is paused; nor, but for an approval's own, while a step waits for one.
+        """
+        now, known = self._clock(), self._ran.get((release.id, kind))
+        is_stopped = bool(release.paused or (release.asked and kind != "approval"))
+        if known is None:
+            ran_s = _ran_before(release, kind)
+        elif known.at == now_at:
+            ran_s = known.seconds + (0.0 if known.is_stopped else now - known.clock)
         else:
-            began = entry[1] if entry[0] == now_at else now
-        self._began[release.id, kind] = now_at, began
-        return now - began
+            ran_s = 0.0
+        self._ran[release.id, kind] = _Ran(now_at, ran_s, now, is_stopped)
+        return ran_s
 
     def _traffic(self, release: Release, ledger: Ledger) -> float | None:
         """Return the units a second that a canary may expect; only before its start."""
@@ -139,6 +144,26 @@ class EvidenceReader:
             self._canaries.clear()
             self._shadows.clear()
             self._taken_from = ledger.number
+
+
+class _Ran(NamedTuple):
+    """How long a release was `at` a gate or weight when `clock` was read, and whether its time stood then."""
+
+    at: tuple[object, ...]
+    seconds: float
+    clock: float
+    is_stopped: bool
+
+
+def _ran_before(release: Release, kind: str) -> float:
+    """Return the same after a restart, when only the wall clock tells when it began."""
+    starts = {
+        "gate": release.canary_started_at,
+        "weight": release.updated_at,
+        "approval": release.asked and release.asked["asked_at"],
+    }
+    now, at = time.time(), starts[kind] or release.updated_at
+    return max(0.0, now - at - release.stopped_s(at, now, kind == "approval"))
 
 
 def _common_scores(

@@ -1,7 +1,7 @@
-"""Decisions that people make: start, approve, hold, promote, restore, roll back, lift, freeze.
+"""Decisions that people make: start, approve, pause, hold, promote, restore, roll back, lift, freeze.
 
-A person may skip score and canary, but never a tombstone, the effect probe or a freeze. A freeze allows
-rollbacks.
+A person may skip score and canary, but never a tombstone, the effect probe or a freeze. A freeze and a pause
+allow rollbacks.
 """
 
 import threading
@@ -107,11 +107,15 @@ class ReleaseDecisions:
 
     @_one_at_a_time
     def approve(self, release_id: str, by: str, reason: str) -> Release:
-        """Approve a release that waits for it; the first approval counts.
+        """Approve a release, or its step, that waits for it; the first approval counts.
 
         Raises `Conflict` when the release has ended or is at another step.
         """
         release = self._catalog.releases.get(release_id)
+        approved = {"by": by, "reason": reason, "at": time.time()}
+        if release.asked:
+            given = [*release.approvals[:-1], release.asked | approved]
+            return self._applier.note(release, approvals=given)
         if release.approved:
             return release
         if release.state != "running" or release.step != "approval":
@@ -119,8 +123,30 @@ class ReleaseDecisions:
                 f"Release {release_id} does not wait for approval: "
                 f"its state is {release.state!r}, its step {release.step!r}."
             )
-        approved = {"by": by, "reason": reason, "at": time.time()}
-        return self._catalog.releases.update(release.id, release.version, approved=approved)
+        return self._applier.note(release, approved=approved | {"weight": release.weight})
+
+    @_one_at_a_time
+    def pause(self, release_id: str, by: str, reason: str) -> Release:
+        """Leave a release where it is until `resume`; only harm and people still end it. The first counts.
+
+        Raises `Conflict` when it has ended or its verdict is there.
+        """
+        release = self._catalog.releases.get(release_id)
+        if release.state != "running" or release.step == "done":
+            raise Conflict(f"Release {release_id} cannot be paused: its verdict is there. {release.reason}")
+        if release.paused:
+            return release
+        pause = {"by": by, "reason": reason, "at": time.time()}
+        return self._applier.note(release, pauses=[*release.pauses, pause])
+
+    @_one_at_a_time
+    def resume(self, release_id: str, by: str, reason: str) -> Release:
+        """Have a paused release go on; raises `Conflict` when it is not paused."""
+        release = self._catalog.releases.get(release_id)
+        if not release.paused:
+            raise Conflict(f"Release {release_id} is not paused: its state is {release.state!r}.")
+        over = {"resumed_by": by, "resumed_for": reason, "resumed_at": time.time()}
+        return self._applier.note(release, pauses=[*release.pauses[:-1], release.paused | over])
 
     @_one_at_a_time
     def hold(self, release_id: str, by: str, reason: str) -> Release:

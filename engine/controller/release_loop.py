@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from engine.catalog.access import acting
 from engine.catalog.catalog import Catalog, Release
 from engine.controller.advance import Evidence, advance
-from engine.controller.apply import Applier, OnEnd
+from engine.controller.apply import Applier, OnChange
 from engine.controller.evidence import EvidenceReader
 from engine.controller.ledger_files import LedgerFiles
 from engine.controller.release_decisions import ReleaseDecisions
@@ -78,21 +78,21 @@ class Controller:
         params: Params,
         holder: str,
         chores: Sequence[Chore] = (),
-        on_end: Sequence[OnEnd] = (),
+        on_change: Sequence[OnChange] = (),
         reader: Callable[[Catalog], EvidenceReader] = EvidenceReader,
         catalog: Callable[[str], Catalog] = Catalog,
     ):
         """Open catalog, ledger and spool; raises `Conflict` while another process holds ledger or lease.
 
-        `on_end` is told of each release that ends, `reader` makes what reads the evidence, `catalog` opens
-        the catalog at a URL.
+        `on_change` is told of each release that has changed, `reader` makes what reads the evidence,
+        `catalog` opens the catalog at a URL.
         """
         self.params = params
         self.metrics = ControllerMetrics()
         self.catalog = catalog(params.paths.catalog_url)
         self.ledger: Ledger | None = Ledger(params.paths.ledger)
         self.spool = Spool(params.paths.spool, "controller")
-        self.applier = Applier(self.catalog, self.spool, on_end)
+        self.applier = Applier(self.catalog, self.spool, on_change)
         self.latest: dict[str, Evidence] = {}
         self.decisions = ReleaseDecisions(self.catalog, self.applier, params.release_of, self.latest)
         self.faults: dict[str, str] = {}

@@ -7,6 +7,7 @@ down the rows wait.
 import logging
 import time
 import uuid
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -26,16 +27,38 @@ log = logging.getLogger(__name__)
 
 
 def released(catalog: Catalog, release: Release, site: str) -> None:
-    """Notify that a release ended; also that the effect probe refused its revision, if it did.
+    """Notify of a release's end or newest changes; also that the effect probe refused its revision.
 
-    `site` is the controller's URL, whose page of the release is the link.
+    `site` is the controller's URL, whose page of the release is the link. What was told is not told again.
     """
     link = f"{site}/releases/{release.id}"
-    name = f"graftwork.release.{release.state}"
-    _add(catalog, name, release.policy, release.revision, release.reason, link, release.id)
+    for name, reason, key in _changes(release):
+        _add(catalog, f"graftwork.release.{name}", release.policy, release.revision, reason, link, key)
     probe = release.evidence.get("probe") or {}
     if release.state == "held" and probe.get("accepted") is False:
         refused(catalog, release.policy, release.revision, release.reason, link, release.id)
+
+
+def _changes(release: Release) -> Iterator[tuple[str, str, str]]:
+    """Yield what is to be told of a release: a name, a reason, and what makes it one event."""
+    if release.state != "running":
+        yield release.state, release.reason, release.id
+        return
+    if release.ramp:
+        version, weight = release.ramp[-1]
+        yield "advanced", f"{weight:.0%} of the users go to the canary.", f"{release.id}/{version:g}"
+    if release.asks is not None:
+        how = f"`graftwork decide approve {release.policy}` or the form in Prefect"
+        yield (
+            "asked",
+            f"{release.asks:.0%} of the users wait for an approval: {how}.",
+            (f"{release.id}/{release.asks:g}"),
+        )
+    if release.pauses:
+        pause, number = release.pauses[-1], f"{release.id}/{len(release.pauses)}"
+        yield "paused", f"By {pause['by']}: {pause['reason']}", number
+        if not release.paused:
+            yield "resumed", f"By {pause['resumed_by']}: {pause['resumed_for']}", number
 
 
 def refused(

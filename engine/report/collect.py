@@ -13,6 +13,8 @@ import duckdb
 
 from engine.adapters.manifests import named_base, stored_manifest
 from engine.catalog.catalog import Catalog, Release
+from engine.controller.advance import Evidence
+from engine.controller.waits import Wait, waits_of
 from engine.ledger.canaries import CanaryReader
 from engine.ledger.ledger import open_snapshot
 from engine.ledger.queries import canary_fallbacks, canary_ratings, canary_weights, named_rows
@@ -73,11 +75,13 @@ def collect(
     links: Mapping[str, str] | None = None,
     revisions_dir: Path | None = None,
     alarms: Sequence[str] = (),
+    latest: Mapping[str, Evidence] | None = None,
 ) -> ReportData:
     """Collect `policies` with their newest revisions, and their training and releases since `since`.
 
     `since` and `created_at` are epoch seconds. The manifests in `revisions_dir` name the training session of
-    each revision. `left_out` counts what the page limits cut. Raises `NotFound` when there is no snapshot
+    each revision. `latest` has the newest evidence of running releases by their ids, which only their
+    controller knows. `left_out` counts what the page limits cut. Raises `NotFound` when there is no snapshot
     yet or a policy is unknown.
     """
     with open_snapshot(ledger_snapshot) as ledger:
@@ -89,7 +93,10 @@ def collect(
         ]
         answers = [_answers(ledger, policy, seen.revisions) for policy in seen.policies]
         releases.sort(key=lambda item: item.created_at)
-        results = tuple(_result(ledger, catalog, release) for release in releases[-MAX_RELEASES:])
+        results = tuple(
+            replace(_result(ledger, catalog, release), waits=_waits(release, latest or {}))
+            for release in releases[-MAX_RELEASES:]
+        )
     names = catalog.bases.names()
     bases = sorted({policy.base for policy in seen.policies})
     counted = {
@@ -210,6 +217,10 @@ def _result(ledger: duckdb.DuckDBPyConnection, catalog: Catalog, release: Releas
         fallbacks=canary_fallbacks(ledger, release),
         by=release.approval or "",
     )
+
+
+def _waits(release: Release, latest: Mapping[str, Evidence]) -> tuple[Wait, ...]:
+    return tuple(waits_of(release, latest[release.id])) if release.id in latest else ()
 
 
 def _judged(

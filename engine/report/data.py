@@ -5,6 +5,7 @@ Times are epoch seconds. Scores and rewards are in [0, 1]. A digest of None is t
 
 from dataclasses import dataclass
 
+from engine.controller.waits import Wait
 from engine.quality.guards import GuardResult
 from engine.training.service.train_step import TrainStep
 
@@ -57,7 +58,7 @@ class ReleaseResult:
     since the canary's start, its share of users from then on). `guards` are what they said at the verdict, or
     say now, and `observed` those that decide nothing; `feedback` is the counts of the canary's feedback in
     words. `fallbacks` are requests that were answered in the canary's place. `by` is the person who ended it,
-    if one did.
+    if one did. `waits` is what it waits for, while it runs and where that is known.
     """
 
     policy: str
@@ -79,6 +80,7 @@ class ReleaseResult:
     feedback: str = ""
     fallbacks: int = 0
     by: str = ""
+    waits: tuple[Wait, ...] = ()
 
 
 @dataclass(frozen=True)

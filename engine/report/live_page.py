@@ -74,6 +74,7 @@ def page_data(controller: Controller) -> ReportData:
             links=links,
             revisions_dir=params.paths.revisions,
             alarms=faults,
+            latest=controller.latest.copy(),
         )
     except NotFound as error:
         return ReportData("Graftwork", now, links=tuple(links.items()), alarms=(*faults, str(error)))

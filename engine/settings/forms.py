@@ -77,6 +77,7 @@ class ReleaseForm(Form):
     min_units: int | None = configured(ReleaseConfig, "min_units")
     max_s: float | None = configured(ReleaseConfig, "max_s")
     approval_s: float | None = configured(ReleaseConfig, "approval_s")
+    approval_weights: tuple[float, ...] | None = configured(ReleaseConfig, "approval_weights")
     skip_score: Why | None = Field(None, description="Skip the offline score, for this reason.")
     skip_canary: Why | None = Field(None, description="Skip the canary, for this reason.")
 
@@ -91,9 +92,9 @@ class ReleaseForm(Form):
 
 
 class ApprovalForm(Form):
-    """Approve a waiting release, or hold it."""
+    """Approve a waiting release, or the step that it waits for, or hold it."""
 
-    approve: bool = Field(description="On: start the canary. Off: hold the release.")
+    approve: bool = Field(description="On: start the canary, or take its step. Off: hold the release.")
     by: Who
     reason: Why
 
@@ -107,10 +108,10 @@ class DecideForm(Form):
     by: Who = "prefect"
 
 
-class HoldForm(Form):
-    """End a policy's running release and keep its champion."""
+class RunningForm(Form):
+    """Hold, pause or resume a policy's running release."""
 
-    policy: PolicyName = Field(description="End this policy's running release.")
+    policy: PolicyName = Field(description="Decide about this policy's running release.")
     reason: Why
     by: Who = "prefect"
 

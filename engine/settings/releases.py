@@ -101,6 +101,11 @@ class ReleaseConfig(Settings):
         description="Require an approval before the canary, and hold after this many seconds without one. "
         "0: no approval.",
     )
+    approval_weights: tuple[OpenFraction, ...] = Field(
+        (),
+        description="Require an approval also before these steps of the canary: weights of `ramp`, `weight`, "
+        "or 0.95 for the bake. Each has `approval_s`.",
+    )
 
     @classmethod
     def stored(cls, settings: Mapping[str, Any]) -> Self:
@@ -155,6 +160,18 @@ class ReleaseConfig(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _approvals_are_of_steps(self) -> Self:
+        others = [weight for weight in self.approval_weights if weight not in self.weights]
+        if others:
+            steps = ", ".join(f"{weight:g}" for weight in self.weights)
+            raise ValueError(
+                f"`approval_weights` are steps of the canary, here {steps} (found {others[0]:g})"
+            )
+        if self.approval_weights and not self.approval_s:
+            raise ValueError("`approval_weights` need the time of an approval: set `approval_s`")
+        return self
+
     @property
     def weights(self) -> tuple[float, ...]:
         """The canary's weight in each step: the ramp, `weight`, and the bake if there is one."""
@@ -163,4 +180,4 @@ class ReleaseConfig(Settings):
     @property
     def longest_s(self) -> float:
         """The most seconds from a release's start to its verdict."""
-        return self.approval_s + LOAD_S + self.max_s + self.bake_s
+        return self.approval_s * (1 + len(self.approval_weights)) + LOAD_S + self.max_s + self.bake_s

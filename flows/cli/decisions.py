@@ -28,10 +28,14 @@ if TYPE_CHECKING:
     from engine.clients.controller import ControllerClient
 
 app = typer.Typer()
-Decision = Literal["approve", "hold", "promote", "restore", "freeze", "thaw"]
+Decision = Literal["approve", "pause", "resume", "hold", "promote", "restore", "freeze", "thaw"]
+# Of them, those about a policy's running release.
+RUNNING = ("approve", "pause", "resume", "hold")
 # The sentence that reports a decision.
 DONE = {
     "approve": "The release of {} is approved.",
+    "pause": "The release of {} is paused.",
+    "resume": "The release of {} goes on.",
     "hold": "The release of {} is held.",
     "promote": "{} is the champion.",
     "restore": "The champion is {}.",
@@ -96,7 +100,9 @@ def rollback(
 def decide(
     decision: Annotated[
         Decision,
-        typer.Argument(metavar="approve|hold|promote|restore|freeze|thaw", help="Your decision."),
+        typer.Argument(
+            metavar="approve|pause|resume|hold|promote|restore|freeze|thaw", help="Your decision."
+        ),
     ],
     reason: Reason,
     subject: Annotated[
@@ -108,31 +114,33 @@ def decide(
 ) -> None:
     """Decide about a running release, the champion or all releases, in your name.
 
-    approve POLICY: the policy's waiting release starts its canary. hold POLICY: its running release ends, and
-    its champion stays. promote POLICY@DIGEST: the revision is the champion now, without a canary; one with a
-    tombstone is refused. restore POLICY: the previous champion is the champion again; POLICY@DIGEST: that
-    earlier revision. freeze: promotions and canaries are blocked until thaw; rollbacks still work.
+    approve POLICY: the policy's waiting release starts its canary, or takes its next step. pause POLICY: its
+    running release stays where it is and its time stands, until resume; harm still rolls it back. hold
+    POLICY: its running release ends, and its champion stays. promote POLICY@DIGEST: the revision is the
+    champion now, without a canary; one with a tombstone is refused. restore POLICY: the previous champion is
+    the champion again; POLICY@DIGEST: that earlier revision. freeze: promotions and canaries are blocked
+    until thaw; rollbacks still work.
     """
     if (subject is None) != (decision in ("freeze", "thaw")):
         raise ConfigError(
-            "Name a policy or revision to approve, hold, promote or restore; freeze and thaw take none."
+            "Name a policy or revision to approve, pause, resume, hold, promote or restore; freeze and thaw "
+            "take none."
         )
     name, digest = split_served_name(subject or "")
     if decision == "promote":
         pinned(str(subject))
-    if decision in ("approve", "hold") and digest:
+    if decision in RUNNING and digest:
         raise ConfigError(f"A policy has one release at a time. Name the policy alone: {name}.")
     with reach(params) as controller:
         match decision:
             case "approve" | "hold":
                 answer = filled(ApprovalForm, approve=decision == "approve", by=by, reason=reason)
-                if answer.approve:
-                    controller.approve(controller.running_release(name)["id"], reason, by)
-                else:
-                    controller.hold_running(name, reason, by)
+                controller.decide_running(decision, name, reason, by)
                 from tasks.approval import wake_waiting
 
                 wake_waiting(name, answer)
+            case "pause" | "resume":
+                controller.decide_running(decision, name, reason, by)
             case "freeze" | "thaw":
                 controller.decide(decision, reason, by)
             case _:

@@ -48,7 +48,7 @@ def status(
         return print_sessions(settings, as_json)
     if residency:
         return print_residency(settings, limit, as_json)
-    from tasks.look import shown_service, standing
+    from tasks.look import shown_releases, shown_service, standing
 
     states, now = services.status(settings), standing(settings)
     if as_json:
@@ -63,8 +63,8 @@ def status(
             "Releases are frozen: promotions and canaries are blocked. `graftwork decide thaw` allows them "
             "again."
         )
-    for release in now["releases"]:
-        say(f"The release of {release['revision']} is at step {release['step']}. {release['reason']}")
+    if now["releases"]:
+        print_rows(shown_releases(now["releases"]), fold=("release", "has", "needs"))
     for one in now["engines"]:
         drains = ", draining" if one["draining"] else ""
         say(f"Engine {one['id']} at {one['url']}: last beat {one['beat_s']:g} s ago{drains}.")

@@ -98,7 +98,7 @@ def run(
         )
         for name in ("tag_run", "show_link", "show_table"):
             monkeypatch.setattr(flow, name, numbered(lambda *_: None, countdown, last))
-        monkeypatch.setattr(flow, "ask_for_approval", numbered(approval.ask_for_approval, countdown, last))
+        monkeypatch.setattr(flow, "ask_for_approvals", numbered(approval.ask_for_approvals, countdown, last))
         with suppress(Killed):
             flow.release.fn(
                 ReleaseForm(policy="sorting", digest=NEW, skip_score="It has no suite.", approval_s=3600)

@@ -41,6 +41,7 @@ CONTROLLER = (
     ("GET", "/"), ("GET", "/status"), ("GET", "/metrics"), ("GET", "/ledger/scores"), ("GET", "/policies"),
     ("GET", "/releases"), ("GET", "/releases/r1"), ("GET", "/notices"), ("POST", "/notices/inbox"),
     ("POST", "/policies"), ("POST", "/releases"), ("POST", "/releases/r1/approve"),
+    ("POST", "/releases/r1/pause"), ("POST", "/releases/r1/resume"),
     ("POST", "/releases/r1/hold"), ("POST", "/probes"), ("POST", "/promote"), ("POST", "/rollback"),
     ("POST", "/lift"), ("POST", "/restore"), ("POST", "/purge"), ("POST", "/erase"),
     ("POST", "/freeze"), ("POST", "/thaw"), ("POST", "/events/f1"), ("POST", "/ledger"),

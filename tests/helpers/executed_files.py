@@ -159,7 +159,7 @@ def release(state: Path, file: Path) -> set[str]:
     def one(client: ControllerClient, canary: str, champion: str) -> set[str]:
         file.touch()
         row = client.start_release("sorting", canary)
-        client.wait_for_step(row["id"], "canary", 60)
+        client.wait_for(row["id"], 60, "canary", lambda release: release["step"] == "canary")
         for number in range(300):
             arm = (
                 {"digest": champion, "arm": "champion"} if number % 5 else {"digest": canary, "arm": "canary"}

@@ -21,6 +21,12 @@ from tests.helpers.rows import NEW, OLD, THIRD, fill
 from tests.helpers.state_of_265b009 import leave_catalog_of_265b009
 
 NEWER = "0999"
+RELEASE_OF_265B009 = """
+    INSERT INTO releases (id, policy, revision, step, weight, state, settings, created_at, updated_at, reason,
+        version, skip_gates, evidence, approved)
+    VALUES ('r1', 'sorting', 'aa', 'approval', 0.2, 'running', '{"approval_s" : 60}', 1, 1, '', 0, '{}', '{}',
+        '{"by" : "ann"}')
+"""
 
 
 def migrate_as_a_newer_version(url: str) -> None:
@@ -72,6 +78,8 @@ def test_a_catalog_of_265b009_gets_the_schema_of_a_new_one_and_keeps_its_rows(
     if old_url == catalog_url:
         old_url = fresh_database(request.getfixturevalue("postgres_server"))
     leave_catalog_of_265b009(old_url)
+    with connected(old_url) as connection:
+        connection.execute(sa.text(RELEASE_OF_265B009))
     says = f"schema {OLDEST_SCHEMA}.*{SCHEMA_VERSION}.*controller"
     with pytest.raises(ConfigError, match=says):
         Catalog(old_url)
@@ -84,6 +92,8 @@ def test_a_catalog_of_265b009_gets_the_schema_of_a_new_one_and_keeps_its_rows(
         assert [key.owner for key in catalog.keys.all()] == ["ann"]
         assert catalog.bases.get("b" * 64).texts == []
         assert catalog.replicas.all() == []
+        (release,) = catalog.releases.all()
+        assert (release.approved, release.paused, release.asks) == ({"by": "ann"}, None, None)
         assert Audit(catalog.access).verify()[0] == 3
 
 

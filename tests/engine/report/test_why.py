@@ -154,7 +154,9 @@ def test_a_running_release_is_the_verdict_so_far(params: Params) -> None:
     assert said(why(params, "sorting"))["verdict"] == "Its release is running, at step 'canary'. Wait."
     standing = look.standing(params)
     assert standing["frozen"]
-    assert standing["releases"] == [{"revision": f"sorting@{NEW[:12]}", "step": "canary", "reason": "Wait."}]
+    assert standing["releases"] == [
+        {"revision": f"sorting@{NEW[:12]}", "step": "canary", "reason": "Wait.", "waits": []}
+    ]
     assert [notice["reason"] for notice in standing["notices"]] == ["It is away."]
     (engine,) = standing["engines"]
     assert (engine["id"], engine["base"], engine["draining"]) == ("h:1", NEW[:12], True)

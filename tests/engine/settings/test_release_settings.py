@@ -24,6 +24,17 @@ def test_weights_that_do_not_grow_are_refused(wrong: dict) -> None:
         ReleaseConfig.model_validate(wrong)
 
 
+def test_steps_that_need_an_approval_are_steps_of_the_canary() -> None:
+    steps = ReleaseConfig(
+        ramp=(0.1,), weight=0.5, bake_s=60, approval_s=7, approval_weights=(0.5, BAKE_WEIGHT)
+    )
+    assert steps.longest_s == 3 * 7 + 60 + 600 + 60
+    with pytest.raises(ValidationError, match=r"0\.1, 0\.5 \(found 0\.95\)"):
+        ReleaseConfig(ramp=(0.1,), weight=0.5, approval_s=7, approval_weights=(0.5, 0.95))
+    with pytest.raises(ValidationError, match="set `approval_s`"):
+        ReleaseConfig(approval_weights=(0.2,))
+
+
 def test_a_policys_own_settings_replace_the_common_ones() -> None:
     params = Params(release={"alpha": 0.01}, releases={"sorting": {"margin": 0.02, "ramp": [0.01]}})
     assert params.release_of("arithmetic") == ReleaseConfig(alpha=0.01)
