@@ -41,7 +41,7 @@ class EngineClient(ServiceClient):
         """Have the gateway copy this share of each policy's answers to users for some seconds.
 
         Return the oldest `copies` that wait, at most so many; how many were `dropped` since the last call;
-        and of `users` the 95th percentile of the time to the first byte, `ttft_p95_s` (None: no `requests`).
+        and of `users` the seconds to the first byte since then, of `streamed` answers and of `whole` ones.
         Without policies nothing is copied any more.
         """
         return self._ask("POST", "/graftwork/copies", json={"policies": dict(policies), "most": most})

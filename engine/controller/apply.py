@@ -14,6 +14,7 @@ from engine.controller.advance import Action, Evidence
 from engine.controller.route_changes import CODE_VERSION, EVENTS, RouteChanges
 from engine.ledger.ledger import Ledger, Spool
 from engine.settings.params import content_hash
+from engine.settings.releases import ReleaseConfig
 
 # Called with each release that has changed, perhaps twice: after a crash it is said again.
 OnChange = Callable[[Catalog, Release], object]
@@ -32,7 +33,7 @@ class Applier:
     def apply(self, release: Release, action: Action, evidence: Evidence, by: str = "controller") -> Release:
         """Carry out an action other than `wait` in the name of `by`; return the updated release."""
         if action.kind == "next_gate":
-            return self._tell(self._update(release, step=NEXT_STEP[release.step], reason=action.reason))
+            return self._tell(self._update(release, step=_following(release), reason=action.reason))
         if action.kind == "ask":
             asked = {"weight": action.weight, "asked_at": evidence.now}
             return self.note(release, approvals=[*release.approvals, asked])
@@ -133,6 +134,14 @@ class Applier:
 
     def _update(self, release: Release, **changes: Any) -> Release:
         return self._catalog.releases.update(release.id, release.version, **changes)
+
+
+def _following(release: Release) -> str:
+    """Return the gate after a release's present one; without evaluators that decide there is no shadow."""
+    following = NEXT_STEP[release.step]
+    if following == "shadow" and not ReleaseConfig.stored(release.settings).shadow_evaluators:
+        return NEXT_STEP[following]
+    return following
 
 
 def verdict_id(release: Release) -> str:

@@ -19,6 +19,7 @@ from engine.problems.general_text import GENERAL
 from engine.quality.canary import CanaryResult
 from engine.quality.estimate import paired_difference, perplexity
 from engine.quality.shadow import ShadowResult
+from engine.settings.releases import ReleaseConfig
 
 # The steps in which evaluators score answers.
 EVALUATED = ("shadow", "canary")
@@ -123,6 +124,8 @@ class EvidenceReader:
     def _shadow(self, release: Release, ledger: Ledger) -> ShadowResult | None:
         """Return what the shadow has shown: of a canary what it had, which no longer changes."""
         if not release.settings.get("evaluators") or release.step not in EVALUATED:
+            return None
+        if not ReleaseConfig.stored(release.settings).shadow_evaluators:
             return None
         self._renew(ledger)
         if (known := self._shadows.get(release.id)) is None:

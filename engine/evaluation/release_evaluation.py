@@ -2,7 +2,7 @@
 
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from engine.catalog.records import Release
-from engine.evaluation.conversations import conversation_of
+from engine.evaluation.conversations import exchange_of
 from engine.evaluation.evaluators import Evaluator
 from engine.evaluation.scorer import Answered, Emit, Scorer
 from engine.evaluation.shadow import Question, Shadow
@@ -67,22 +67,22 @@ class ReleaseEvaluation:
         """Take the copy of an answer that this engine gave."""
         if copy["digest"] not in (self.release.revision, self.release.baseline):
             return
-        conversation = conversation_of(copy)
-        if conversation is None:
+        exchange = exchange_of(copy["path"], copy["request"], copy["is_stream"], copy["answer"])
+        if exchange is None:
             return
         if self._shadow is not None:
-            self._shadow.take(Question(copy, conversation, engine))
+            self._shadow.take(Question(copy, exchange, engine))
             return
-        answered = [Answered(copy["id"], copy["digest"], conversation.answer)]
+        answered = [Answered(copy["id"], copy["digest"], exchange.answer)]
         for scorer in self._scorers:
             if scorer.config.share < _place_of(copy["id"], scorer.name) or not self._places.acquire(False):
                 continue
-            context = {"messages": conversation.messages}
-            done = self._pool.submit(scorer.score, conversation.question, answered, context)
+            context = {"messages": exchange.messages}
+            done = self._pool.submit(scorer.score, exchange.question, answered, context)
             done.add_done_callback(lambda _: self._places.release())
 
-    def note_times(self, times: list[float]) -> None:
-        """Take users' seconds to the first token since the last call."""
+    def note_times(self, times: Mapping[str, Sequence[float]]) -> None:
+        """Take users' seconds to the first byte since the last call, by the kind of the answer."""
         if self._shadow is not None:
             self._shadow.times.add(times, self._shadow.has_asked())
 

@@ -8,15 +8,15 @@ import logging
 import threading
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from engine.catalog.records import Release, served_name
-from engine.evaluation.conversations import Conversation, conversation_of, follow_up_body
+from engine.evaluation.conversations import Exchange, exchange_of, follow_up_body
 from engine.evaluation.scorer import Answered, Emit, Scorer
 from engine.threads import PeriodicThread
 
@@ -33,23 +33,25 @@ log = logging.getLogger("graftwork.evaluation")
 
 
 class UsersTimes:
-    """Users' seconds to the first token, alone and beside a shadow, and whether they suffer by it."""
+    """Users' seconds to the first byte, alone and beside a shadow, and whether they suffer by it.
+
+    Those of streams are compared with each other, and those of whole answers.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._began = clock, clock()
-        self._times = {is_beside: deque[float](maxlen=MOST_TIMES) for is_beside in (False, True)}
+        self._times = defaultdict[tuple[str, bool], deque[float]](lambda: deque(maxlen=MOST_TIMES))
         self._rests_until = 0.0
 
-    def add(self, times: Sequence[float], is_beside: bool) -> None:
-        """Take users' times; where they suffer, the shadow rests."""
-        self._times[is_beside].extend(times)
-        alone, beside = self._times[False], self._times[True]
-        if min(len(alone), len(beside)) < LEAST_TIMES:
-            return
-        if _p95(beside) > SUFFERS * _p95(alone):
-            self._rests_until = self._clock() + REST_S
-            # As of its next turn they are met anew.
-            beside.clear()
+    def add(self, times: Mapping[str, Sequence[float]], is_beside: bool) -> None:
+        """Take users' times by kind; where they suffer, the shadow rests."""
+        for kind, seconds in times.items():
+            self._times[kind, is_beside].extend(seconds)
+            alone, beside = self._times[kind, False], self._times[kind, True]
+            if min(len(alone), len(beside)) >= LEAST_TIMES and _p95(beside) > SUFFERS * _p95(alone):
+                self._rests_until = self._clock() + REST_S
+                # As of its next turn they are met anew.
+                beside.clear()
 
     @property
     def lets_pass(self) -> bool:
@@ -67,7 +69,7 @@ class Question:
     """A user's question with the baseline's answer, and the client of the engine that gave it."""
 
     copy: dict[str, Any]
-    conversation: Conversation
+    exchange: Exchange
     engine: httpx.Client
 
 
@@ -90,11 +92,11 @@ class Shadow:
 
     def take(self, question: Question) -> None:
         """Take a user's question, if it is a unit's first and no answer was before it."""
-        copy, conversation = question.copy, question.conversation
-        if copy["digest"] != self._release.baseline or not conversation.is_first_turn:
+        copy, exchange = question.copy, question.exchange
+        if copy["digest"] != self._release.baseline or not exchange.is_first_turn:
             return
         with self._lock:
-            if unit_of(copy, conversation) not in self._units:
+            if unit_of(copy, exchange) not in self._units:
                 self._waiting.append(question)
 
     def has_asked(self) -> bool:
@@ -113,27 +115,27 @@ class Shadow:
                 question = self._waiting.pop() if self._waiting else None
                 if question is None:
                     return
-                unit = unit_of(question.copy, question.conversation)
+                unit = unit_of(question.copy, question.exchange)
                 if unit in self._units:
                     continue
                 self._units.add(unit)
             self._compare(question, unit)
 
     def _compare(self, question: Question, unit: str) -> None:
-        copy, conversation = question.copy, question.conversation
+        copy, exchange = question.copy, question.exchange
         response = self._ask(question)
         if response is None or not says_something(response):
             return
         # The id of its observation, as the gateway makes it of the request's.
         own = copy["id"][: -len(response.headers["x-request-id"])] + response.headers["x-request-id"]
-        row = copy | {"is_stream": False, "answer": response.text}
-        if response.is_success and (answered := conversation_of(row)) is not None:
+        answered = exchange_of(copy["path"], copy["request"], False, response.text)
+        if response.is_success and answered is not None:
             answers = [
-                Answered(copy["id"], copy["digest"], conversation.answer),
+                Answered(copy["id"], copy["digest"], exchange.answer),
                 Answered(own, self._release.revision, answered.answer),
             ]
             for scorer in self._scorers:
-                scorer.score(conversation.question, answers, {"messages": conversation.messages})
+                scorer.score(exchange.question, answers, {"messages": exchange.messages})
         self._emit(
             "shadows",
             id=str(uuid.uuid5(SHADOWS, f"{self._release.id}/{unit}")),
@@ -165,6 +167,6 @@ def says_something(response: httpx.Response) -> bool:
     return response.is_success or (status >= SERVER_ERROR and status != UNAVAILABLE)
 
 
-def unit_of(copy: dict[str, Any], conversation: Conversation) -> str:
+def unit_of(copy: dict[str, Any], exchange: Exchange) -> str:
     """Return a question's unit: its user, else its text without case and spacing."""
-    return str(copy["unit"] or uuid.uuid5(SHADOWS, " ".join(conversation.question.casefold().split())))
+    return str(copy["unit"] or uuid.uuid5(SHADOWS, " ".join(exchange.question.casefold().split())))

@@ -5,7 +5,6 @@ go past this module, as they do where nobody ever asked. Text is joined and enco
 """
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ MOST_BYTES = 1 << 20
 WAITING_BYTES, WAITING_S, OTHER_BYTES = 64 << 20, 120.0, 2048
 # Of one answer to who asks: the event loop encodes it in some milliseconds.
 TAKEN_BYTES = 4 << 20
-# The times of users' last calls.
-TIMED_S, MOST_TIMES = 10.0, 1 << 12
+# Of users' calls since the last time: how long they took.
+MOST_TIMES = 1 << 12
 ARMS = ("champion", CANARY, "base")
 COPIED = (
     "id", "at", "policy", "digest", "arm", "unit", "key", "status", "outcome", "prompt_tokens",
@@ -64,8 +63,8 @@ class AnswerCopies:
         self._shares: Mapping[str, float] = {}
         self._waiting: deque[AnswerCopy] = deque()
         self._bytes = self._dropped = 0
-        # When a user's call ended, whether it was streamed, and after how long its first byte came.
-        self._times: deque[tuple[float, bool, float]] = deque(maxlen=MOST_TIMES)
+        # Whether a user's answer was streamed, and after how many seconds its first byte came.
+        self._times: deque[tuple[bool, float]] = deque(maxlen=MOST_TIMES)
         self._end: asyncio.TimerHandle | None = None
 
     def subscribe(self, state: GatewayState, shares: Mapping[str, float]) -> None:
@@ -87,8 +86,8 @@ class AnswerCopies:
     def take(self, most: int) -> bytes:
         """Return the oldest copies, at most so many, as JSON, and remove them.
 
-        Beside them: how many were dropped since the last call, and the 95th percentile of the times that
-        users' last calls spent in the engine until their first byte; of the streamed ones, if there are any.
+        Beside them: how many were dropped since the last call, and the seconds that users' calls since then
+        spent in the engine until their first byte, of streams and of whole answers.
         """
         self._drop()
         taken, size = list[dict[str, Any]](), 0
@@ -100,12 +99,12 @@ class AnswerCopies:
         dropped, self._dropped = self._dropped, 0
         return orjson.dumps({"copies": taken, "dropped": dropped, "users": self._users()})
 
-    def _users(self) -> dict[str, Any]:
-        since = monotonic() - TIMED_S
-        recent = [(is_stream, time) for at, is_stream, time in self._times if at >= since]
-        times = sorted(time for is_stream, time in recent if is_stream) or sorted(time for _, time in recent)
-        p95 = times[math.ceil(0.95 * len(times)) - 1] if times else None
-        return {"ttft_p95_s": p95, "requests": len(times)}
+    def _users(self) -> dict[str, list[float]]:
+        times, self._times = self._times, deque(maxlen=MOST_TIMES)
+        return {
+            "streamed": [seconds for is_stream, seconds in times if is_stream],
+            "whole": [seconds for is_stream, seconds in times if not is_stream],
+        }
 
     async def forward(self, call: Call, app: App) -> None:
         """Forward a call (`forwarding.forward`), and copy its answer if it is one of those."""
@@ -121,7 +120,7 @@ class AnswerCopies:
         answer = call.answer
         if call.purpose != "user" or answer.final_status != 200 or answer.first_at is None:
             return
-        self._times.append((monotonic(), answer.is_stream, answer.first_at - started))
+        self._times.append((answer.is_stream, answer.first_at - started))
         if recorder is not None and recorder.is_whole and answer.outcome is not None:
             self._keep(call, recorder)
 

@@ -60,7 +60,8 @@ class Evaluator:
     def pair(self, mine: float | None, theirs: float | None, version: str = "1", **more: Any) -> None:
         """Spool a user's question with both answers and their scores."""
         number, self.pairs = self.pairs, self.pairs + 1
-        request, answer, common = f"user-{number}", f"shadow-{number}", {"policy": "sorting", "key": "k"}
+        request, answer = (f"{self._release.id} {arm} {number}" for arm in ("user", "shadow"))
+        common: dict[str, Any] = {"policy": "sorting", "key": "k"}
         common |= {
             "status": 200,
             "outcome": "ok",
@@ -75,8 +76,8 @@ class Evaluator:
         for id, digest, score in ((request, OLD, theirs), (answer, NEW, mine)):
             self.score(id, digest, score, version)
         self.spool.emit(
-            "shadows", id=f"pair-{number}", release=self._release.id, request=request, answer=answer,
-            policy="sorting", digest=NEW, unit=f"u{number}", key="k",
+            "shadows", id=f"{self._release.id} {number}", release=self._release.id, request=request,
+            answer=answer, policy="sorting", digest=NEW, unit=f"u{number}", key="k",
         )  # fmt: skip
 
 

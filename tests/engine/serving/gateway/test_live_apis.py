@@ -143,7 +143,7 @@ def test_who_judges_reads_what_a_user_got(engine: RunningEngine, policy: str, te
         # An answer's end may be sent before it is copied.
         assert eventually(lambda: told.extend(judge.copies({policy: 1.0}, 9)["copies"]) or len(told) == 2)
         again = judge.http.post(path, json=follow_up_body(told[1]["request"]) | {"model": engine.base_name})
-        assert judge.copies({}, 9)["users"]["requests"] == 0
+        assert judge.copies({}, 9)["users"] == {"streamed": [], "whole": []}
     assert [copy["answer"] for copy in told] == [one.text for one in said]
     assert [copy["request"] for copy in told] == [body | {"stream": False}, body | {"stream": True}]
     assert again.status_code == 200, again.text
