@@ -52,29 +52,25 @@ def asker(world: World) -> Asker:
     return Asker(world)
 
 
-@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", APIS)
-async def test_a_copy_is_what_the_client_sent_and_got(
-    world: World, asker: Asker, path: str, is_stream: bool
-) -> None:
+async def test_a_copy_is_what_the_client_sent_and_got(world: World, asker: Asker, path: str) -> None:
     assert await asker.copies() == {
         "copies": [], "dropped": 0, "users": {"streamed": [], "whole": []}
     }  # fmt: skip
-    said = await asker.ask(path, stream=is_stream, safety_identifier="ann", metadata={"more": "\u2028"})
+    more = {"safety_identifier": "ann", "metadata": {"more": "\u2028"}}
+    said = {is_stream: await asker.ask(path, stream=is_stream, **more) for is_stream in (False, True)}
     told = await asker.copies()
-    (copy,) = told["copies"]
-    ((_, row),) = world.events.rows
-    assert copy["request"] == body_of(
-        path, POLICY, stream=is_stream, safety_identifier="ann", metadata={"more": "\u2028"}
-    )
-    assert (copy["answer"], copy["path"], copy["is_stream"]) == (said.text, path, is_stream)
-    assert {name: copy[name] for name in COPIED if name != "latency_s"} == {
-        name: row[name] for name in COPIED if name != "latency_s"
-    }
-    assert (copy["arm"], copy["outcome"], copy["status"]) == ("champion", "ok", 200)
-    assert copy["unit"] not in (None, "ann")
-    (seconds,) = told["users"]["streamed" if is_stream else "whole"]
-    assert 0 < seconds <= copy["latency_s"]
+    for is_stream, copy, (_, row) in zip(said, told["copies"], world.events.rows, strict=True):
+        assert copy["request"] == body_of(path, POLICY, stream=is_stream, **more)
+        assert (copy["answer"], copy["path"], copy["is_stream"]) == (said[is_stream].text, path, is_stream)
+        timed = {"latency_s": copy["latency_s"]}
+        assert {name: copy[name] for name in COPIED} == {name: row[name] for name in COPIED} | timed
+        assert (copy["arm"], copy["outcome"], copy["status"]) == ("champion", "ok", 200)
+        assert copy["unit"] not in (None, "ann")
+    # The time of the stream.
+    for kind, copy in zip(("whole", "streamed"), told["copies"], strict=True):
+        (seconds,) = told["users"][kind]
+        assert 0 < seconds <= copy["latency_s"]
     assert (await asker.copies())["copies"] == []
 
 
@@ -146,15 +142,16 @@ async def test_what_is_too_large_or_too_much_or_too_old_is_dropped(
 async def test_who_stops_asking_leaves_nothing_behind(
     world: World, asker: Asker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer_copies, "SUBSCRIBED_S", 0.2)
-    await asker.copies()
-    await asker.ask()
-    await asyncio.sleep(0.1)
-    assert (await asker.copies(most=0))["copies"] == []
-    # That call renewed it.
-    await asyncio.sleep(0.15)
+    for seconds in (0.2, 60.0):
+        monkeypatch.setattr(answer_copies, "SUBSCRIBED_S", seconds)
+        await asker.copies()
+    await asyncio.sleep(0.3)
+    # The second call renewed it.
     assert world.state.copied is not None
-    await asyncio.sleep(0.15)
+    await asker.ask()
+    monkeypatch.setattr(answer_copies, "SUBSCRIBED_S", 0.05)
+    await asker.copies(most=0)
+    await asyncio.sleep(0.2)
     assert world.state.copied is None
     await asker.ask()
     assert await asker.copies() == {
@@ -167,10 +164,10 @@ async def test_who_stops_asking_leaves_nothing_behind(
     assert world.state.copied is None
 
 
-@pytest.mark.parametrize("policies", [{POLICY: 1.5}, {POLICY: "much"}, [POLICY]])
-async def test_a_share_is_a_number_of_a_policy(asker: Asker, policies: Any) -> None:
-    answer = await asker.admin.post("/graftwork/copies", json={"policies": policies, "most": 1})
-    assert answer.status_code == 400
+async def test_a_share_is_a_number_of_a_policy(asker: Asker) -> None:
+    for policies in ({POLICY: 1.5}, {POLICY: "much"}, [POLICY]):
+        answer = await asker.admin.post("/graftwork/copies", json={"policies": policies, "most": 1})
+        assert answer.status_code == 400
 
 
 async def test_only_an_admins_key_reads_users_text(world: World, asker: Asker) -> None:
