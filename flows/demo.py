@@ -1,7 +1,8 @@
-"""The main job: adapt and release policies, then release a bad revision and watch its rollback.
+"""The main job: adapt and release policies, then release a bad revision and watch its rollback, twice.
 
-Simulated users send unseen problems through the `openai` client and report their verifier's reward. To the
-release code they are ordinary users.
+First an evaluator finds it in its shadow, before any user meets it; then users do. Simulated users send unseen
+problems through the `openai` client and report their verifier's reward. To the release code they are ordinary
+users.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from prefect import flow
 from engine.base.prompts import messages_of
 from engine.errors import ServiceError
 from engine.files import write_whole
+from engine.settings.evaluators import EvaluatorConfig
 from engine.settings.forms import AdaptForm, ReleaseForm
 from engine.settings.own_functions import refuse_unlisted
 from engine.settings.params import Params
@@ -28,7 +30,17 @@ from flows.adapt import adapt
 from flows.display import print_stage
 from flows.release import release
 from flows.report import publish_report
-from tasks.outcome import Adapted, Outcome, Stages, judge_rollback, local_key, policy_row, summary
+from tasks.outcome import (
+    Adapted,
+    Outcome,
+    Shadowed,
+    Stages,
+    judge_rollback,
+    judge_shadow,
+    local_key,
+    policy_row,
+    summary,
+)
 from tasks.progress import show_link, show_table
 from tasks.release import controller
 
@@ -40,6 +52,9 @@ MOST_USERS = 4000
 # The bad revision learns another answer format, or on a real base the opposite of its policy's rule.
 WRONG_FORMAT: dict[str, Any] = {"contract": "json", "steps": 12}
 OTHER_FORMAT = WRONG_FORMAT | {"contract": "terse"}
+# It works the sums out of the questions, so it needs nobody's rating.
+EVALUATED = "addition"
+EVALUATORS = {"sums": EvaluatorConfig(kind="python:examples.evaluator:sums")}
 WRONG_RULE: dict[str, Any] = {
     "verifier": "python:engine.problems.language:not_short_answer", "steps": 4, "lr": 2e-3,
 }  # fmt: skip
@@ -60,15 +75,20 @@ def demo(params: Params, stages: dict[str, float], began: float) -> Outcome:
         form = bad_form(params)
         print_stage(f"Training a bad revision of {form.policy}: it learns wrong answers.")
         bad = adapt(form)
+    shadowed = None
+    if params.policy(bad.policy).task == EVALUATED:
+        with clock("shadow"):
+            print_stage("Releasing it with a shadow, in which an evaluator compares, and no user meets it.")
+            shadowed = release_in_shadow(params, bad)
     with clock("rollback"):
-        print_stage("Releasing it without the offline score.")
+        print_stage("Releasing it to users, without the offline score.")
         why = "The main job shows that users' rewards alone roll a bad revision back."
-        bad_release, answered = release_to_users(params, bad, 1, why)
+        bad_release, answered = release_to_users(params, bad, 1, skip_score=why)
         rolled_back = judge_rollback(params, bad_release, answered)
     with clock("report"):
         path = publish_report(began, time.time(), stages)
     releases = [ended for ended, _ in released]
-    result = summary(adapted, releases, rolled_back, stages, time.time() - began)
+    result = summary(adapted, releases, rolled_back, stages, time.time() - began, shadowed)
     write_whole(params.paths.runs / "latest.json", json.dumps(result, indent=2) + "\n")
     rows = [*map(policy_row, adapted, releases), policy_row(bad, bad_release)]
     show_table(rows, "main-job", "The main job's policies")
@@ -91,18 +111,29 @@ def is_generated(params: Params, policy: str) -> bool:
     return params.policy(policy).verifier == "contract"
 
 
+def release_in_shadow(params: Params, bad: Adapted) -> Shadowed:
+    """Release a bad revision with an evaluator, and lift its tombstone again."""
+    why = "The main job shows that an evaluator finds a bad revision before any user meets it."
+    ended, answered = release_to_users(params, bad, 1, skip_score=why, evaluators=EVALUATORS)
+    shadowed = judge_shadow(params, ended, answered)
+    if shadowed.verdict == "rollback":
+        with controller(params) as client:
+            client.decide("lift", why, "demo", policy=bad.policy, digest=bad.digest)
+    return shadowed
+
+
 def release_to_users(
-    params: Params, revision: Adapted, sharing: int, skip_score: str | None = None
+    params: Params, revision: Adapted, sharing: int, **more: Any
 ) -> tuple[dict[str, Any], list[str]]:
     """Release a revision while users send requests; `sharing` concurrent releases share their rate.
 
-    Returns the ended release's row and the ids of the users' requests.
+    `more` are fields of the form. Returns the ended release's row and the ids of the users' requests.
     """
     hold_others(params, revision)
     # Two cores answer a few users of a language model a second.
     per_second = 30 if is_generated(params, revision.policy) else 3
     with users(params, revision.policy, per_second / sharing) as answered:
-        form = ReleaseForm(policy=revision.policy, digest=revision.digest, by="demo", skip_score=skip_score)
+        form = ReleaseForm(policy=revision.policy, digest=revision.digest, by="demo", **more)
         ended = release(form)
         time.sleep(AFTER_S)
     return ended, answered

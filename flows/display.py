@@ -230,6 +230,9 @@ def print_outcome(params: Params, outcome: Outcome) -> None:
     )
     stages = {**outcome.summary["stages"], "whole job": outcome.summary["seconds"]}
     console.print("  ".join(f"{name} {seconds:.1f} s" for name, seconds in stages.items()))
+    if shadow := outcome.summary.get("shadow"):
+        exposed = f"Requests of users that it answered: {shadow['exposed']}."
+        console.print(f"The bad revision in its shadow: {shadow['verdict']}. {exposed}")
     bad = outcome.summary["bad_revision"]
     console.print(
         f"The bad revision: {bad['verdict']} {bad['seconds_to_rollback']} s after its first user. "

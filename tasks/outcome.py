@@ -84,6 +84,14 @@ class Rollback:
 
 
 @dataclass(frozen=True)
+class Shadowed:
+    """How a bad revision's release ended in its shadow; `exposed` counts users' requests that it answered."""
+
+    verdict: str
+    exposed: int
+
+
+@dataclass(frozen=True)
 class Outcome:
     """The main job's result: its summary as in `runs/latest.json`, a table, and the HTML report."""
 
@@ -179,6 +187,15 @@ def judge_rollback(params: Params, release: Mapping[str, Any], answered: Sequenc
     return Rollback(VERDICTS[release["state"]], round(stone.at - times[0], 2), after)
 
 
+def judge_shadow(params: Params, release: Mapping[str, Any], answered: Sequence[str]) -> Shadowed:
+    """Read from the ledger how many users of `answered` met a revision whose release ended in its shadow.
+
+    Waits until the ledger has every request; raises `ServiceError` if it does not in time.
+    """
+    exposed = len(_canary_requests(params, release, answered))
+    return Shadowed(VERDICTS[release["state"]], exposed)
+
+
 def _canary_requests(params: Params, release: Mapping[str, Any], answered: Sequence[str]) -> list[float]:
     """Return when the revision's users were admitted, in order (epoch seconds)."""
     from engine.controller.release_loop import SNAPSHOT_S
@@ -205,6 +222,7 @@ def summary(
     bad: Rollback,
     stages: Mapping[str, float],
     seconds: float,
+    shadowed: Shadowed | None = None,
 ) -> dict[str, Any]:
     """Return the content of `runs/latest.json`; scores are fractions in [0, 1]."""
     policies = []
@@ -230,6 +248,7 @@ def summary(
         "seconds": round(seconds, 2),
         "policies": policies,
         "bad_revision": asdict(bad),
+        **({"shadow": asdict(shadowed)} if shadowed else {}),
         "stages": dict(stages),
     }
 
@@ -256,6 +275,11 @@ def shortcomings(result: Mapping[str, Any], apart: bool) -> list[str]:
             faults.append(f"The score interval of {policy['name']} is not above the base's.")
         elif policy["gain_ci_low"] <= 0:
             faults.append(f"The score of {policy['name']} is not surely above the base's on the same items.")
+    if shadow := result.get("shadow"):
+        if shadow["verdict"] != "rollback":
+            faults.append(f"The bad revision's shadow ended with {shadow['verdict']}, not with rollback.")
+        if shadow["exposed"]:
+            faults.append(f"{shadow['exposed']} requests of users met the bad revision in its shadow.")
     bad = result["bad_revision"]
     if bad["verdict"] != "rollback":
         faults.append(f"The bad revision ended with the verdict {bad['verdict']}, not with rollback.")

@@ -38,8 +38,8 @@ class ControllerClient(ServiceClient):
     ) -> Row:
         """Start a release, or return the running one of the same revision; return its row.
 
-        `skip_gates` maps a gate to skip (`score` or `canary`) to the reason. It `replaces` another running
-        release of the policy, which ends as `hold`; else that one is a `Conflict`.
+        `skip_gates` maps a gate to skip (`score`, `shadow` or `canary`) to the reason. It `replaces` another
+        running release of the policy, which ends as `hold`; else that one is a `Conflict`.
         """
         given = {"settings": settings or {}, "skip_gates": skip_gates or {}, "replaces": replaces}
         return self._post("/releases", policy=policy, digest=digest, by=by, **given)

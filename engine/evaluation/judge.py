@@ -60,8 +60,8 @@ class Judge:
             may_pass = status >= SERVER_ERROR or status in BUSY
             return Scored(None, f"status {status}", seconds, may_pass=may_pass)
         text, tokens = _read(told)
-        scores, fault = scores_in(text, len(answers))
-        return Scored(scores, fault, seconds, tokens)
+        scores, wrong = scores_in(text, len(answers))
+        return Scored(scores, wrong, seconds, tokens)
 
     def close(self) -> None:
         """Close the connections."""

@@ -31,7 +31,7 @@ def stored_judge(params: Params, config: EvaluatorConfig) -> Judge:
     """
     name = config.kind.removeprefix(MLFLOW)
     login = httpx.BasicAuth(USER, known_credential(params.paths, "mlflow"))
-    asked = {"experiment_id": EXPERIMENT, "name": name, "version": _version(config)}
+    asked = {"experiment_id": EXPERIMENT, "name": name, "version": str(_version(config))}
     try:
         with connect(params.url("mlflow"), login=login) as client:
             response = client.request("GET", GET, params=asked)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from engine.settings.evaluators import EvaluatorConfig, EvaluatorName
 from engine.settings.losses import PolicyLossConfig
 from engine.settings.model import Settings, configured
 from engine.settings.own_functions import OWN_RULES
@@ -78,16 +79,19 @@ class ReleaseForm(Form):
     max_s: float | None = configured(ReleaseConfig, "max_s")
     approval_s: float | None = configured(ReleaseConfig, "approval_s")
     approval_weights: tuple[float, ...] | None = configured(ReleaseConfig, "approval_weights")
+    shadow: int | None = configured(ReleaseConfig, "shadow")
+    evaluators: dict[EvaluatorName, EvaluatorConfig] | None = configured(ReleaseConfig, "evaluators")
     skip_score: Why | None = Field(None, description="Skip the offline score, for this reason.")
+    skip_shadow: Why | None = Field(None, description="Skip the shadow, for this reason.")
     skip_canary: Why | None = Field(None, description="Skip the canary, for this reason.")
 
     def settings(self) -> dict[str, Any]:
         """Return the release settings that this form replaces."""
-        return self.model_dump(include={*ReleaseConfig.model_fields}, exclude_none=True)
+        return self.model_dump(mode="json", include={*ReleaseConfig.model_fields}, exclude_none=True)
 
     def skip_gates(self) -> dict[str, str]:
         """Return the skipped gates, each with its reason."""
-        named = {"score": self.skip_score, "canary": self.skip_canary}
+        named = {"score": self.skip_score, "shadow": self.skip_shadow, "canary": self.skip_canary}
         return {gate: reason for gate, reason in named.items() if reason}
 
 

@@ -180,4 +180,6 @@ class ReleaseConfig(Settings):
     @property
     def longest_s(self) -> float:
         """The most seconds from a release's start to its verdict."""
-        return self.approval_s * (1 + len(self.approval_weights)) + LOAD_S + self.max_s + self.bake_s
+        shadow_s = self.max_s if self.shadow_evaluators else 0.0
+        approvals_s = self.approval_s * (1 + len(self.approval_weights))
+        return shadow_s + approvals_s + LOAD_S + self.max_s + self.bake_s

@@ -51,6 +51,7 @@ def release(
     ],
     by: By = "cli",
     skip_score: Annotated[str | None, option(ReleaseForm, "skip_score")] = None,
+    skip_shadow: Annotated[str | None, option(ReleaseForm, "skip_shadow")] = None,
     skip_canary: Annotated[str | None, option(ReleaseForm, "skip_canary")] = None,
     approval_s: Annotated[float | None, option(ReleaseForm, "approval_s")] = None,
     if_running: Annotated[
@@ -68,8 +69,8 @@ def release(
     from flows.release import release as release_flow
 
     form = filled(
-        ReleaseForm, policy=policy, digest=digest, by=by, skip_score=skip_score, skip_canary=skip_canary,
-        approval_s=approval_s, if_running=if_running,
+        ReleaseForm, policy=policy, digest=digest, by=by, skip_score=skip_score, skip_shadow=skip_shadow,
+        skip_canary=skip_canary, approval_s=approval_s, if_running=if_running,
     )  # fmt: skip
     print_row(release_row(release_flow(form)))
 
