@@ -1,8 +1,8 @@
 """The main job: adapt and release policies, then release a bad revision and watch its rollback, twice.
 
-First an evaluator finds it in its shadow, before any user meets it; then users do. Simulated users send unseen
-problems through the `openai` client and report their verifier's reward. To the release code they are ordinary
-users.
+First an evaluator finds it in its shadow, before any user meets it; then users do. Simulated users send
+unseen problems through the `openai` client and report their verifier's reward. To the release code they are
+ordinary users.
 """
 
 import asyncio

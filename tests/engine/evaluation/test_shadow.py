@@ -1,0 +1,247 @@
+"""A shadow beside users: what it asks, what it skips, when it rests; and the process with an engine."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.catalog.catalog import migrate
+from engine.catalog.opening import whole_catalog
+from engine.catalog.records import Release, Replica
+from engine.evaluation.conversations import exchange_of
+from engine.evaluation.evaluation import Evaluation
+from engine.evaluation.shadow import ALONE_S, LEAST_TIMES, REST_S, Question, Shadow, UsersTimes
+from engine.settings.params import Params
+from engine.settings.releases import ReleaseConfig
+from tests.helpers.live import eventually
+from tests.helpers.rows import NEW, OLD, fill
+
+CHAT = "/v1/chat/completions"
+SUMS = {"kind": "python:examples.evaluator:sums"}
+
+
+def copy_of(number: int, unit: str | None = "own", digest: str = OLD, **request: Any) -> dict[str, Any]:
+    """Return the copy of a user's answer as the gateway tells it."""
+    body = {
+        "model": "sorting",
+        "messages": [{"role": "user", "content": f"What is {number} + 1?"}],
+        "user": "ann",
+    }
+    answer = {"choices": [{"index": 0, "message": {"content": str(number + 1)}, "finish_reason": "stop"}]}
+    return {
+        "id": f"chatcmpl-{number:032x}", "policy": "sorting", "digest": digest, "key": "k", "path": CHAT,
+        "unit": f"u{number}" if unit == "own" else unit, "request": body | request, "is_stream": False,
+        "answer": json.dumps(answer),
+    }  # fmt: skip
+
+
+class FakeEngine:
+    """An engine at the boundary: hands out copies, and answers questions as `reply` says."""
+
+    def __init__(self, reply: Callable[[dict[str, Any]], tuple[int, str]] = lambda body: (200, "7")):
+        self.waiting: list[dict[str, Any]] = []
+        self.asked: list[dict[str, Any]] = []
+        self.shares: list[dict[str, float]] = []
+        self._reply = reply
+        self.client = httpx.Client(base_url="http://engine", transport=httpx.MockTransport(self.answer))
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        if request.url.path == "/graftwork/copies":
+            self.shares.append(body["policies"])
+            taken, self.waiting = self.waiting, []
+            return httpx.Response(
+                200, json={"copies": taken, "dropped": 0, "users": {"streamed": [], "whole": []}}
+            )
+        self.asked.append(body)
+        status, text = self._reply(body)
+        told = {"choices": [{"index": 0, "message": {"content": text}, "finish_reason": "stop"}]}
+        return httpx.Response(status, json=told, headers={"x-request-id": f"{len(self.asked):032x}"})
+
+    def question(self, copy: dict[str, Any]) -> Question:
+        exchange = exchange_of(copy["path"], copy["request"], copy["is_stream"], copy["answer"])
+        assert exchange is not None
+        return Question(copy, exchange, self.client)
+
+
+class Scored:
+    """A scorer that notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, list[tuple[str, str]]]] = []
+        self.is_ready = True
+
+    def score(self, question: str, answers: Any, context: Any) -> None:
+        self.asked.append((question, [(one.request, one.text) for one in answers]))
+
+
+@pytest.fixture
+def rows() -> list[dict[str, Any]]:
+    return []
+
+
+@pytest.fixture
+def scorer() -> Scored:
+    return Scored()
+
+
+RELEASE = Release("r1", "sorting", NEW, OLD, "shadow", 0.2, "running", {}, 0.0, 0.0)
+
+
+@pytest.fixture
+def shadow(rows: list[dict[str, Any]], scorer: Scored) -> Iterator[Shadow]:
+    shadow = Shadow(RELEASE, [scorer], lambda _table, **row: rows.append(row), {"u3"})
+    # Users are not met alone first.
+    shadow.times = UsersTimes(lambda: time.monotonic() + ALONE_S)
+    yield shadow
+    shadow.close()
+
+
+def test_the_revision_is_asked_what_the_user_asked_and_both_answers_are_compared(
+    shadow: Shadow, scorer: Scored, rows: list[dict[str, Any]]
+) -> None:
+    engine = FakeEngine()
+    shadow.take(engine.question(copy_of(1, temperature=0.5, stream=True)))
+    assert eventually(lambda: bool(rows))
+    (asked,) = engine.asked
+    assert asked["model"] == f"sorting@{NEW[:12]}"
+    assert asked["messages"] == [{"role": "user", "content": "What is 1 + 1?"}]
+    assert {"temperature": 0.5}.items() <= asked.items()
+    assert not {"user", "stream"} & asked.keys()
+    own = f"chatcmpl-{1:032x}"
+    assert scorer.asked == [("What is 1 + 1?", [(f"chatcmpl-{1:032x}", "2"), (own, "7")])]
+    assert {rows[0][name] for name in ("request", "answer", "unit", "key")} == {own, "u1", "k"}
+
+
+def test_a_unit_is_asked_once_and_only_for_its_first_turn(shadow: Shadow, rows: list[dict[str, Any]]) -> None:
+    engine = FakeEngine()
+    later = [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "3"},
+    ]
+    for copy in (
+        copy_of(3),
+        copy_of(4, digest=NEW),
+        copy_of(5, messages=later),
+        copy_of(6, unit=None),
+        copy_of(6, unit=None),
+        copy_of(7, unit="u1"),
+        copy_of(8, unit="u1"),
+    ):
+        shadow.take(engine.question(copy))
+    assert eventually(lambda: len(rows) == 2)
+    time.sleep(0.2)
+    assert len(rows) == len(engine.asked) == 2
+
+
+@pytest.mark.parametrize(("status", "count"), [(500, 1), (503, 0), (429, 0), (410, 0)])
+def test_only_the_revisions_own_faults_are_told(
+    shadow: Shadow, rows: list[dict[str, Any]], scorer: Scored, status: int, count: int
+) -> None:
+    engine = FakeEngine(lambda _: (status, "7"))
+    shadow.take(engine.question(copy_of(1)))
+    assert eventually(lambda: len(engine.asked) == 1)
+    time.sleep(0.1)
+    assert (len(rows), scorer.asked) == (count, [])
+
+
+def test_nothing_is_asked_while_an_evaluator_is_away(shadow: Shadow, scorer: Scored) -> None:
+    engine = FakeEngine()
+    scorer.is_ready = False
+    shadow.take(engine.question(copy_of(1)))
+    time.sleep(0.3)
+    assert engine.asked == []
+    scorer.is_ready = True
+    assert eventually(lambda: len(engine.asked) == 1)
+
+
+def test_it_rests_while_users_wait_longer_beside_it() -> None:
+    now = 0.0
+    times = UsersTimes(lambda: now)
+    assert not times.lets_pass
+    now = ALONE_S
+    assert times.lets_pass
+    times.add({"streamed": [0.1] * LEAST_TIMES, "whole": [1.0] * LEAST_TIMES}, is_beside=False)
+    times.add({"streamed": [0.105] * LEAST_TIMES, "whole": [1.05] * LEAST_TIMES}, is_beside=True)
+    assert times.lets_pass
+    times.add({"whole": [1.3] * LEAST_TIMES}, is_beside=True)
+    assert not times.lets_pass
+    now += REST_S
+    assert times.lets_pass
+
+
+@pytest.fixture
+def params(tmp_path: Path) -> Params:
+    release = ReleaseConfig(evaluators={"sums": SUMS | {"share": 1.0, "per_minute": 60_000}})
+    params = Params(state_dir=tmp_path / "state", release=release)
+    migrate(params.paths.catalog_url)
+    return params
+
+
+def test_the_process_follows_a_release_from_its_shadow_to_its_end(
+    params: Params, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, rows = FakeEngine(), list[tuple[str, dict[str, Any]]]()
+    with whole_catalog(params.paths.catalog_url) as catalog:
+        fill(catalog)
+        catalog.keys.ensure_local(params.paths.local_key)
+        catalog.replicas.join(Replica("e", "http://engine", "base", "1", "i", 1, 0.0, False))
+        settings = params.release.model_dump(mode="json")
+        catalog.releases.add(replace(RELEASE, settings=settings))
+
+        class Events:
+            def emit(self, table: str, **row: Any) -> None:
+                rows.append((table, row))
+
+        evaluation = Evaluation(params, catalog, Events())
+        monkeypatch.setattr("engine.clients.http_client.connect", lambda *_, **__: engine.client)
+        monkeypatch.setattr("engine.evaluation.shadow.ALONE_S", 0.0)
+        engine.waiting = [copy_of(number) for number in range(3)]
+        evaluation.turn()
+        assert engine.shares == [{"sorting": 1.0}]
+        assert eventually(lambda: sum(table == "shadows" for table, _ in rows) == 3)
+        scores = [row["score"] for table, row in rows if table == "evaluations"]
+        # The champion's are right; the revision says 7.
+        assert sorted(scores) == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+
+        row = catalog.releases.get("r1")
+        catalog.releases.update("r1", row.version, step="canary")
+        rows.clear()
+        engine.waiting = [copy_of(10), copy_of(6, digest=NEW), copy_of(11, digest="dd" * 32)]
+        evaluation.turn()
+        assert eventually(lambda: len(rows) == 2)
+        assert {(row["digest"], row["score"]) for _, row in rows} == {(OLD, 1.0), (NEW, 1.0)}
+
+        row = catalog.releases.get("r1")
+        catalog.releases.update("r1", row.version, state="promoted")
+        evaluation.turn()
+        asked = len(engine.shares)
+        evaluation.turn()
+        assert len(engine.shares) == asked
+        evaluation.close()
+
+
+def test_an_evaluator_that_cannot_be_loaded_is_a_row_with_the_reason(params: Params) -> None:
+    rows = list[tuple[str, dict[str, Any]]]()
+    with whole_catalog(params.paths.catalog_url) as catalog:
+        fill(catalog)
+        settings = params.release.model_dump(mode="json")
+        settings["evaluators"]["sums"]["kind"] = "python:os:system"
+        catalog.releases.add(replace(RELEASE, settings=settings))
+
+        class Events:
+            def emit(self, table: str, **row: Any) -> None:
+                rows.append((table, row))
+
+        evaluation = Evaluation(params, catalog, Events())
+        evaluation.turn()
+        evaluation.close()
+    ((table, row),) = rows
+    assert (table, row["evaluator"], row.get("score")) == ("evaluations", "sums", None)
+    assert "python_modules" in row["fault"]
