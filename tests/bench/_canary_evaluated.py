@@ -243,7 +243,7 @@ def draw(figures: Mapping[str, float], path: Path) -> None:
         bars = one.barh(list(TITLES.values()), heights)
         one.bar_label(bars, [f" {height:,.0f}" for height in heights])
         one.set(xscale="symlog", title=f"10 points {effect}", xlabel="users before the verdict (median)")
-        one.set_xlim(0, 20 * max(heights))
+        one.set_xlim(0, 100 * max(heights))
         one.invert_yaxis()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
