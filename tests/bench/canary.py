@@ -9,9 +9,14 @@ canaries that are worse by 1 to 30 points, beside a fixed-sample z-test with the
 a Bonferroni correction. `request_us` is the CPU time of our rule for a request, its answer and its rating.
 Writes the figures and their plot, `canary.png`, to `--out`.
 
+Then releases with an evaluator, 500 of a kind: how often equal ones end in shadow or by the evaluator
+(`evaluated_false_end_rate`), how many that are 10 points worse end in shadow (`shadow_ends_worse`), what a
+judge that is 0.1 kinder to one revision does (`biased_judge`), and how many users meet a revision before its
+verdict where they rate one answer in a hundred (`exposed_users`, and the plot `exposed.png`).
+
 Canaries of a kind are drawn until an interval of its rate, valid at every look, lies on one side of alpha.
-`--long` has 2,000 of each kind at least, and effects of 1 and 2 points. The figures are the same with any
-number of workers.
+`--long` has 2,000 of each kind, at least of canaries, and effects of 1 and 2 points. The figures are the same
+with any number of workers.
 """
 
 import argparse
@@ -24,13 +29,13 @@ from functools import partial
 from itertools import repeat
 from pathlib import Path
 
+import _canary_evaluated as evaluated
 import _record as record
 import numpy as np
 from _canary_traffic import WEIGHT, Requests, Rule, bonferroni, events, fixed_sample, requests
 from _run import Run, options, start
 from _verdicts import Interval
 
-from engine.catalog.records import Release, Route
 from engine.controller.advance import Evidence, advance
 from engine.quality.canary import CanaryAnswer, CanaryJudge
 from engine.quality.sequential import MeanSequence
@@ -49,7 +54,10 @@ ALPHA = 0.05
 BOUNDS = {
     "aa_false_rollback_rate": record.at_most(ALPHA),
     "aa_false_promote_rate": record.at_most(ALPHA),
+    **evaluated.BOUNDS,
 }
+# The most of the time that releases with an evaluator take.
+EVALUATED_SHARE = 0.35
 # The plot: each panel's figure with its label and scale, and the name of each rule.
 PANELS = {
     "delay_requests": ("requests before the verdict (median)", "log"),
@@ -70,11 +78,7 @@ def ours(traffic: Requests, alpha: float, margin: float, is_thorough: bool = Fal
     `is_thorough` asks `advance` also while no guard finds anything.
     """
     settings = ReleaseConfig(alpha=alpha, margin=margin)
-    release = Release(
-        "r", "p", "new", "old", "canary", WEIGHT, "running", settings.model_dump(), 0.0, 0.0,
-        canary_started_at=0.0, canary_version=0,
-    )  # fmt: skip
-    route, asked = Route("p", "old", None, "new", WEIGHT), 0
+    (release, route), asked = evaluated.running(settings), 0
     judge = CanaryJudge(settings, {0: WEIGHT}, is_against_base=False)
     users, rewards = list(map(str, traffic.user_N.tolist())), traffic.reward_N.tolist()
     arms, told = traffic.canary_N.tolist(), list(traffic.told())
@@ -236,6 +240,7 @@ def main() -> None:
     run = Run("canary", given.long)
     figures = record.Figures()
     with ProcessPoolExecutor(given.workers) as pool:
+        evaluated.measure(run, pool, given.seed, figures, EVALUATED_SHARE)
         own_s, asked = nulls(run, pool, given, figures)
         more_s, more = effects(run, pool, given, figures)
     values = figures.values
@@ -244,6 +249,8 @@ def main() -> None:
     values |= ratios(values)
     if more:
         draw(values, given.out / "canary.png")
+    if all(f"exposed_users.{name}" in values for name in evaluated.EXPOSED):
+        evaluated.draw(values, given.out / "exposed.png")
     # A rule that never decides would never be wrong.
     correct = values.get("rollback_share.ours.30", 1.0) > 0.99
     correct &= values.get("aa_undecided.rollback.plain", 0.0) < 0.5

@@ -69,7 +69,17 @@ def canary(bench: ModuleType, patch: pytest.MonkeyPatch, base: Path) -> tuple[li
 
     replace(bench, patch, KINDS={"plain": frozenset()}, CHUNK=10, Run=Short)
     replace(bench, patch, EFFECTS={30: (0.1, 600)}, EFFECT_CANARIES={False: (10, 0)})
+    parts = {name: bench.evaluated.PARTS[name] for name in ("evaluated_false_end_rate.shadow-90",)}
+    replace(
+        bench.evaluated,
+        patch,
+        CHUNK=5,
+        RELEASES={False: 5, True: 5},
+        EXPOSED_RELEASES={False: 5},
+        PARTS=parts,
+    )
     wanted = {"rollback_share.ours.30": 1.0, "aa_false_rollback_rate.plain": ANY}
+    wanted |= {"evaluated_false_end_rate.shadow-90": ANY, "exposed_users.worse.shadow": 0}
     return ["--requests", "1500", "--workers", "1"], wanted
 
 

@@ -112,16 +112,16 @@ def test_only_discordant_pairs_tell_of_faults() -> None:
     assert "discordant pairs at level 0.002" in named(judged.result(), "invalid").rule
 
 
-@pytest.mark.parametrize(
-    ("name", "bad"),
-    [
-        ("errors", ShadowAnswer(503)),
-        ("invalid", ShadowAnswer(outcome="invalid")),
-        ("refused", ShadowAnswer(outcome="refused")),
-        ("truncated", ShadowAnswer(outcome="truncated")),
-        ("length", ShadowAnswer(length=300.0)),
-    ],
-)
+BAD = {
+    "errors": ShadowAnswer(503),
+    "invalid": ShadowAnswer(outcome="invalid"),
+    "refused": ShadowAnswer(outcome="refused"),
+    "truncated": ShadowAnswer(outcome="truncated"),
+    "length": ShadowAnswer(length=300.0),
+}
+
+
+@pytest.mark.parametrize(("name", "bad"), BAD.items())
 def test_faults_and_lengths_of_the_revision_alone_are_harm(name: str, bad: ShadowAnswer) -> None:
     good = ShadowAnswer(outcome="ok", length=10.0)
     worse, better, both = judge(), judge(), judge()
@@ -151,6 +151,16 @@ def test_no_key_decides_alone() -> None:
     found = named(judged.result(), "score by sums")
     assert found.state == "open"
     assert "key loud alone" in found.note
+
+
+@pytest.mark.parametrize(("name", "bad"), BAD.items())
+@pytest.mark.parametrize("second", ["good", "bad"])
+def test_faults_that_one_key_alone_meets_do_not_decide(name: str, bad: ShadowAnswer, second: str) -> None:
+    judged, good = judge(), ShadowAnswer(outcome="ok", length=10.0)
+    for number in range(200):
+        judged.observe(ShadowPair("loud", f"l{number}", bad, good))
+        judged.observe(ShadowPair("other", f"o{number}", bad if second == "bad" else good, good))
+    assert named(judged.result(), name).state == ("harm" if second == "bad" else "open")
 
 
 def test_what_is_only_observed_decides_nothing() -> None:
