@@ -114,7 +114,7 @@ def is_generated(params: Params, policy: str) -> bool:
 def release_in_shadow(params: Params, bad: Adapted) -> Shadowed:
     """Release a bad revision with an evaluator, and lift its tombstone again."""
     why = "The main job shows that an evaluator finds a bad revision before any user meets it."
-    ended, answered = release_to_users(params, bad, 1, skip_score=why, evaluators=EVALUATORS)
+    ended, answered = release_to_users(params, bad, 1, after_s=0.0, skip_score=why, evaluators=EVALUATORS)
     shadowed = judge_shadow(params, ended, answered)
     if shadowed.verdict == "rollback":
         with controller(params) as client:
@@ -123,11 +123,11 @@ def release_in_shadow(params: Params, bad: Adapted) -> Shadowed:
 
 
 def release_to_users(
-    params: Params, revision: Adapted, sharing: int, **more: Any
+    params: Params, revision: Adapted, sharing: int, after_s: float = AFTER_S, **more: Any
 ) -> tuple[dict[str, Any], list[str]]:
     """Release a revision while users send requests; `sharing` concurrent releases share their rate.
 
-    `more` are fields of the form. Returns the ended release's row and the ids of the users' requests.
+    They go on for `after_s` seconds; `more` are fields of the form. Returns the ended release's row and the ids of the users' requests.
     """
     hold_others(params, revision)
     # Two cores answer a few users of a language model a second.
@@ -135,7 +135,7 @@ def release_to_users(
     with users(params, revision.policy, per_second / sharing) as answered:
         form = ReleaseForm(policy=revision.policy, digest=revision.digest, by="demo", **more)
         ended = release(form)
-        time.sleep(AFTER_S)
+        time.sleep(after_s)
     return ended, answered
 
 

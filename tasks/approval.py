@@ -35,13 +35,13 @@ def ask_for_approvals(params: Params, release: dict[str, Any]) -> None:
                 release["id"], longest_s(release), "approval",
                 lambda row: row["asks"] is not None or _has_all(row, last), show,
             )  # fmt: skip
-            weight = release["asks"]
-            if weight is None:
+            if release["asks"] is None:
                 return
             # The whole time, also for a restarted run: the gate ends on the controller's clock.
             timeout_s = int(settings["approval_s"] + GRACE_S)
-            # Each has a key of its own: under one, a restarted run finds the answer that it was given.
-            key = f"approval-{weight:g}" if release["step"] == "canary" else "approval"
+            # Each has a key of its own, under which a restarted run finds its answer.
+            number = len(release["approvals"])
+            key = f"approval-{number}" if number else "approval"
             answer: Any = suspend_flow_run(wait_for_input=ApprovalForm, timeout=timeout_s, key=key)
             decide = client.approve if answer.approve else client.hold
             decide(release["id"], answer.reason, answer.by)

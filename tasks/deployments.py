@@ -10,28 +10,15 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from engine.errors import ServiceError
-from engine.security.credentials import known_credential
 from engine.services.lifecycle import WORK_POOL
 from engine.settings.params import Params
+from tasks.notifications import TEMPLATES, automation_of, bad_news, of_webhook
 
 if TYPE_CHECKING:
     from prefect.automations import AutomationCore
     from prefect.client.orchestration import SyncPrefectClient
 
 ROOT = Path(__file__).parent.parent
-BAD_NEWS = (
-    "graftwork.release.rolled_back",
-    "graftwork.release.held",
-    "graftwork.revision.refused",
-    "graftwork.engine.down",
-    "graftwork.policy.drift",
-    "graftwork.alarm.began",
-)
-# The filter `tojson` escapes quotes and line breaks of a reason.
-NOTICE = (
-    '{"text": {{ (event.event ~ ": " ~ event.payload.revision ~ " " ~ event.payload.reason) | tojson }}, '
-    '"link": {{ event.payload.link | tojson }}}'
-)
 # A run takes no command, environment or folder from its caller; Prefect would merge the caller's variables
 # into an `env` given here, even an empty one. The folder is the checkout, where the entry points are. By
 # default it would be a temporary directory of the run: the first process of a suspended run removes that when
@@ -63,8 +50,10 @@ def install(params: Params) -> int:
             _install_pool(client)
             for wanted in deployments:
                 _deploy(params, wanted)
-            for automation in (_notification(params), _dead_runs()):
-                _replace(client, automation)
+            for automation in (bad_news(params), _dead_runs()):
+                _replace(client, automation.name, automation)
+            for webhook in TEMPLATES:
+                _replace(client, automation_of(webhook), of_webhook(webhook))
     except (httpx.HTTPError, PrefectHTTPStatusError) as error:
         raise ServiceError(
             f"Prefect at {params.url('prefect')} refused the deployments: {error}. "
@@ -111,29 +100,6 @@ def _deploy(params: Params, wanted: dict[str, Any]) -> None:
     deployment.apply(work_pool_name=WORK_POOL)
 
 
-def _notification(params: Params) -> "AutomationCore":
-    from prefect.automations import AutomationCore, CallWebhook, EventTrigger, Posture
-    from prefect.blocks.webhook import Webhook
-
-    url, headers = params.prefect.notify_url, {"content-type": "application/json"}
-    if url is None:
-        url = f"{params.url('controller')}/notices/inbox"
-        headers["authorization"] = f"Bearer {known_credential(params.paths, 'controller')}"
-    block = Webhook.model_validate({"url": url, "headers": headers}).save("graftwork-notices", overwrite=True)
-    return AutomationCore(
-        name="graftwork: tell people",
-        description="Posts bad news to `prefect.notify_url`, by default to the controller.",
-        trigger=EventTrigger(
-            expect=set(BAD_NEWS),
-            match={"prefect.resource.id": ["graftwork.policy.*", "graftwork.engine"]},
-            posture=Posture.Reactive,
-            threshold=1,
-            within=timedelta(0),
-        ),
-        actions=[CallWebhook(block_document_id=block, payload=NOTICE)],
-    )
-
-
 def _dead_runs() -> "AutomationCore":
     from prefect.automations import AutomationCore, ChangeFlowRunState, EventTrigger, Posture
     from prefect.client.schemas.objects import StateType
@@ -157,14 +123,16 @@ def _dead_runs() -> "AutomationCore":
     )
 
 
-def _replace(client: "SyncPrefectClient", automation: "AutomationCore") -> None:
-    """Create an automation, or replace another one of its name.
+def _replace(client: "SyncPrefectClient", name: str, automation: "AutomationCore | None") -> None:
+    """Create an automation in the place of others of its name; with None only remove those.
 
     One that is the same stays: it has heard the last heartbeat of runs that died a moment ago.
     """
-    known = client.read_automations_by_name(automation.name)
-    if [one.model_dump(exclude={"id"}) for one in known] == [automation.model_dump()]:
+    known = client.read_automations_by_name(name)
+    wanted = [automation.model_dump()] if automation else []
+    if [one.model_dump(exclude={"id"}) for one in known] == wanted:
         return
     for one in known:
         client.delete_automation(one.id)
-    client.create_automation(automation)
+    if automation:
+        client.create_automation(automation)

@@ -10,7 +10,8 @@ pytestmark = [pytest.mark.heavy(minutes=9), pytest.mark.timeout(600)]
 
 
 DEPLOYMENTS = {
-    "create_policy", "adapt", "release", "promote", "rollback", "hold", "restore", "nightly", "report",
+    "create_policy", "adapt", "release", "promote", "rollback", "hold", "pause", "resume", "restore",
+    "nightly", "report",
 }  # fmt: skip
 
 

@@ -2,8 +2,10 @@
 
 import itertools
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi.testclient import TestClient
+from prefect.client.schemas.objects import FlowRunInput
 
 from engine.catalog.catalog import migrate
 from engine.catalog.opening import whole_catalog
@@ -19,11 +22,11 @@ from engine.controller.__main__ import whole_app
 from engine.controller.release_loop import Controller
 from engine.integrations.mlflow_aliases import AliasMirror
 from engine.integrations.mlflow_registry import Registry
-from engine.settings.forms import ReleaseForm
+from engine.settings.forms import ApprovalForm, ReleaseForm
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
 from flows import release as flow
-from tasks import approval, release, steps
+from tasks import approval, progress, release, steps
 from tests.helpers.canary_users import Users
 from tests.helpers.live import eventually
 from tests.helpers.rows import NEW, OLD, fill
@@ -83,6 +86,7 @@ def run(
     monkeypatch.setattr(release, "controller", client)
     monkeypatch.setattr(approval, "controller", client)
     monkeypatch.setattr(flow, "flow_settings", lambda: params)
+    monkeypatch.setattr(progress, "show_table", lambda *_: None)
 
     def run(last: int | None) -> int:
         countdown = itertools.count(1)
@@ -147,3 +151,34 @@ def test_the_flow_has_no_more_steps_than_those(
     person.start()
     assert run(None) == STEPS
     person.join()
+
+
+@pytest.mark.usefixtures("run")
+def test_the_form_of_each_approval_has_a_key_of_its_own(
+    params: Params, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables: list[str] = []
+    keys: list[str] = []
+
+    def suspend(wait_for_input: type[ApprovalForm], timeout: int, key: str) -> ApprovalForm:
+        keys.append(key)
+        # Prefect keeps the form under a key with this one in it, and refuses dots.
+        FlowRunInput(flow_run_id=uuid.uuid4(), key=f"suspended-{key}-schema", value="{}")
+        return wait_for_input(approve=len(keys) < 3, by="ada", reason=f"Look {len(keys)}.")
+
+    monkeypatch.setattr("prefect.flow_runs.suspend_flow_run", suspend)
+    monkeypatch.setattr("prefect.runtime.deployment.id", "its deployment", raising=False)
+    monkeypatch.setattr(progress, "show_table", lambda rows, key, says: tables.append(rows[0]["gate"]))
+    settings = {
+        "ramp": (0.1, 0.15), "step_s": 0.1, "approval_s": 3600, "approval_weights": (0.15, 0.2),
+    }  # fmt: skip
+    with controller.decisions.lock:
+        started = controller.decisions.start("sorting", NEW, settings, {"score": "It has no suite."}, "me")
+    approval.ask_for_approvals(params, asdict(started))
+    assert keys == ["approval", "approval-1", "approval-2"]
+    assert [one for one in tables if "approval" in one] == [
+        "approval of 10%", "approval of 15%", "approval of 20%",
+    ]  # fmt: skip
+    ended = controller.catalog.releases.get(started.id)
+    assert (ended.state, ended.reason, ended.approved["reason"]) == ("held", "Look 3.", "Look 1.")
+    assert [one.get("reason") for one in ended.approvals] == ["Look 2.", None]

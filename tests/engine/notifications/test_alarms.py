@@ -19,7 +19,7 @@ from engine.notifications.notices import NotificationSender, event_of
 from engine.security.credentials import credential
 from engine.settings.params import Params
 from engine.threads import WORKS
-from tasks.deployments import BAD_NEWS
+from tasks.notifications import BAD_NEWS
 
 
 @pytest.fixture
