@@ -127,7 +127,8 @@ def release_to_users(
 ) -> tuple[dict[str, Any], list[str]]:
     """Release a revision while users send requests; `sharing` concurrent releases share their rate.
 
-    They go on for `after_s` seconds; `more` are fields of the form. Returns the ended release's row and the ids of the users' requests.
+    They go on for `after_s` seconds; `more` are fields of the form. Returns the ended release's row and the
+    ids of the users' requests.
     """
     hold_others(params, revision)
     # Two cores answer a few users of a language model a second.

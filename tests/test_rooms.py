@@ -42,7 +42,6 @@ ROOMS = (
     "engine.training.service",
     "engine.training",
     "engine.verification",
-    "engine.evaluation",
     "engine.controller",
     "engine.report",
     "engine.notifications",
