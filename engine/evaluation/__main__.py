@@ -14,7 +14,7 @@ from pathlib import Path
 
 from engine.catalog.opening import open_catalog
 from engine.errors import GraftworkError
-from engine.evaluation.evaluation import Evaluation
+from engine.evaluation.evaluation import EvaluationLoop
 from engine.ledger.spool import Spool
 from engine.logs import set_up
 from engine.process_reaper import die_with_parent
@@ -42,7 +42,7 @@ def main() -> int:
     set_up(params.log_format)
     spool, work = Spool(params.paths.spool, "evaluation"), Work("evaluation")
     with open_catalog(params.paths) as catalog:
-        evaluation = Evaluation(params, catalog, spool)
+        evaluation = EvaluationLoop(params, catalog, spool)
         while not ended.wait(EVERY_S):
             work.turn(evaluation.turn)
         evaluation.close()

@@ -11,7 +11,7 @@ from engine.errors import GraftworkError
 from engine.evaluation.evaluators import Evaluator, FunctionEvaluator, VerifierEvaluator
 from engine.evaluation.judge import Judge
 from engine.evaluation.mlflow_judge import stored_judge
-from engine.evaluation.release_evaluation import EVALUATED, Progress, ReleaseEvaluation
+from engine.evaluation.release_evaluation import EVALUATED, EvaluationProgress, ReleaseEvaluation
 from engine.ledger.evaluations import release_progress
 from engine.ledger.ledger import open_snapshot
 from engine.ledger.spool import Spool
@@ -25,7 +25,7 @@ MOST_COPIES, ANSWER_S = 200, 120.0
 log = logging.getLogger("graftwork.evaluation")
 
 
-class Evaluation:
+class EvaluationLoop:
     """Follows the releases that run, and gives each its copies; `turn` is one round."""
 
     def __init__(self, params: Params, catalog: Catalog, spool: Spool):
@@ -95,11 +95,11 @@ class Evaluation:
         refuse_unlisted("evaluator", kind, self._params.python_modules)
         return FunctionEvaluator(kind, timeout_s)
 
-    def _progress(self, release: Release) -> Progress:
+    def _progress(self, release: Release) -> EvaluationProgress:
         if not self._params.paths.ledger_snapshot.is_file():
-            return Progress()
+            return EvaluationProgress()
         with open_snapshot(self._params.paths.ledger_snapshot) as ledger:
-            return Progress(*release_progress(ledger, release))
+            return EvaluationProgress(*release_progress(ledger, release))
 
     def _client(self, replica: Replica) -> EngineClient:
         key = self._params.paths.local_key.read_text().strip()

@@ -23,7 +23,7 @@ EVALUATED = ("shadow", "canary")
 
 
 @dataclass(frozen=True)
-class Progress:
+class EvaluationProgress:
     """What the ledger has of a release: the cost by evaluator, and the units that the shadow has met."""
 
     spent: Mapping[str, float] = field(default_factory=dict)
@@ -33,7 +33,9 @@ class Progress:
 class ReleaseEvaluation:
     """Scores the copies of a release's answers by its evaluators, until it is closed."""
 
-    def __init__(self, release: Release, evaluators: Mapping[str, Evaluator], emit: Emit, progress: Progress):
+    def __init__(
+        self, release: Release, evaluators: Mapping[str, Evaluator], emit: Emit, progress: EvaluationProgress
+    ):
         self.release, self._emit, self._progress = release, emit, progress
         settings = ReleaseConfig.stored(release.settings)
         # Without one of those that decide a comparison decides nothing.

@@ -18,6 +18,7 @@ PATTERNS = {
     r"^([0-9a-f]{40}|[0-9a-f]{64})$": "the 40 hexadecimal digits of a commit, or the 64 of a sha256",
     r"^(adapt|[0-9a-f]{64})$": "adapt, or a digest of 64 hexadecimal digits",
     r"^https?://[^/?#@]+$": "http:// or https:// and a host, such as https://controller.example:8462",
+    r"^https?://[^?#@]+$": "http:// or https://, a host and a path, such as https://judge.example/v1",
     r"^[a-z][a-z0-9+.]*://[^?#]+$": "a URL such as s3://bucket/adapters",
     r"^([a-z][a-z0-9+.]*://[^?#]+|/.+)$": "a URL such as s3://bucket/ledger, or a directory's whole path",
     r"^\s*\S+(\s+\S+){4}\s*$": "five fields of cron, such as 0 3 * * *",
@@ -62,7 +63,8 @@ def _wanted(item: ErrorDetails) -> str:
         return f"Input should be {PATTERNS[pattern]}"
     if not (pattern.startswith("^(") and pattern.endswith(")$")):
         return item["msg"]
-    *choices, last = pattern[2:-2].replace(OWN, "python:MODULE:FUNC").split("|")
+    said = pattern[2:-2].replace(OWN, "python:MODULE:FUNC").replace(r":\S+", ":NAME")
+    *choices, last = said.split("|")
     return f"Input should be {', '.join(choices)} or {last}"
 
 

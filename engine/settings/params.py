@@ -349,7 +349,7 @@ def _beside(here: Path, policy: PolicyConfig) -> PolicyConfig:
     return policy.model_copy(update={"task": str(here / policy.task)})
 
 
-class _Loader(yaml.SafeLoader):
+class SettingsLoader(yaml.SafeLoader):
     """Refuses a mapping that has a key twice: YAML's own reader would keep the last one silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -363,7 +363,7 @@ class _Loader(yaml.SafeLoader):
 
 def _read_mapping(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.load(path.read_text(), _Loader) or {}
+        data = yaml.load(path.read_text(), SettingsLoader) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}.") from None
     if not isinstance(data, dict):

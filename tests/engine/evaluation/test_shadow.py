@@ -14,7 +14,7 @@ from engine.catalog.catalog import migrate
 from engine.catalog.opening import whole_catalog
 from engine.catalog.records import Release, Replica
 from engine.evaluation.conversations import exchange_of
-from engine.evaluation.evaluation import Evaluation
+from engine.evaluation.evaluation import EvaluationLoop
 from engine.evaluation.shadow import ALONE_S, LEAST_TIMES, REST_S, Question, Shadow, UsersTimes
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
@@ -199,7 +199,7 @@ def test_the_process_follows_a_release_from_its_shadow_to_its_end(
             def emit(self, table: str, **row: Any) -> None:
                 rows.append((table, row))
 
-        evaluation = Evaluation(params, catalog, Events())
+        evaluation = EvaluationLoop(params, catalog, Events())
         monkeypatch.setattr("engine.clients.http_client.connect", lambda *_, **__: engine.client)
         monkeypatch.setattr("engine.evaluation.shadow.ALONE_S", 0.0)
         engine.waiting = [copy_of(number) for number in range(3)]
@@ -239,7 +239,7 @@ def test_an_evaluator_that_cannot_be_loaded_is_a_row_with_the_reason(params: Par
             def emit(self, table: str, **row: Any) -> None:
                 rows.append((table, row))
 
-        evaluation = Evaluation(params, catalog, Events())
+        evaluation = EvaluationLoop(params, catalog, Events())
         evaluation.turn()
         evaluation.close()
     ((table, row),) = rows
