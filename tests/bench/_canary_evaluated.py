@@ -197,8 +197,8 @@ def measure(run: Run, pool: Executor, seed: int, figures: record.Figures, share:
         figures.add({f"exposed_users.{name}": [end.exposed for end in found]})
         figures.values[f"exposed_right.{name}"] = share_of(found, part.counted)
 
-    parts: list[Callable[[], None]] = [partial(exposed, *one) for one in EXPOSED.items()]
-    parts += [partial(rate, *one) for one in PARTS.items()]
+    parts: list[Callable[[], None]] = [partial(rate, *one) for one in PARTS.items()]
+    parts += [partial(exposed, *one) for one in EXPOSED.items()]
     run.repeats("releases with an evaluator", lambda number: parts[number](), most=len(parts), share=share)
 
 

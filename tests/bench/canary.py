@@ -57,7 +57,7 @@ BOUNDS = {
     **evaluated.BOUNDS,
 }
 # The most of the time that releases with an evaluator take.
-EVALUATED_SHARE = 0.35
+EVALUATED_SHARE = 0.5
 # The plot: each panel's figure with its label and scale, and the name of each rule.
 PANELS = {
     "delay_requests": ("requests before the verdict (median)", "log"),
