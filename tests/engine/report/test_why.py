@@ -165,7 +165,7 @@ def test_a_running_release_is_the_verdict_so_far(params: Params) -> None:
     (line,) = look.shown_releases(standing["releases"])
     assert (line["gate"], line["has"]) == ("canary", "Wait.")
     waits = [Wait("canary 20%: reward", "open", "clear", 75.0, 340.0).row()]
-    with answering(params.controller.port, {"waits": waits}):
+    with answering(params.controller.port, [{"id": "r", "waits": waits}]):
         (line,) = look.shown_releases(look.standing(params)["releases"])
     assert (line["release"], line["since"], line["ends"]) == (f"sorting@{NEW[:12]}", "1m", "hold in 340 s")
 
@@ -249,7 +249,7 @@ def test_it_says_how_old_it_is(params: Params) -> None:
 
 
 @contextmanager
-def answering(port: int, answer: dict[str, Any]) -> Iterator[list[str]]:
+def answering(port: int, answer: Any) -> Iterator[list[str]]:
     """A server that answers every GET with this JSON; yields the paths that it was asked for."""
     asked: list[str] = []
 
