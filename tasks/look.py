@@ -79,9 +79,10 @@ def standing(params: Params) -> dict[str, Any]:
         open_catalog(params.paths) as catalog,
         ControllerClient(params.url("controller"), key, timeout_s=TIMEOUT_S) as controller,
     ):
+        waits = controller.waits()
         releases = [
             {"revision": served_name(it.policy, it.revision), "step": it.step, "reason": it.reason}
-            | {"waits": controller.waits(it.id)}
+            | {"waits": waits.get(it.id, [])}
             for it in catalog.releases.all(open_only=True)
         ]
         notices = [{"at": it.at, "name": it.name, "reason": it.reason} for it in catalog.notices.page(3)]

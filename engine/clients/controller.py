@@ -144,11 +144,12 @@ class ControllerClient(ServiceClient):
             return [str(alarm) for alarm in self.http.get("/status").json()["alarms"]]
         return []
 
-    def waits(self, release_id: str) -> list[Row]:
-        """Return what a running release waits for; an empty list as for `alarms`."""
+    def waits(self) -> dict[str, list[Row]]:
+        """Return what each running release waits for, by its id; nothing where `alarms` returns nothing."""
         with suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
-            return list(self.http.get(f"/releases/{release_id}").json()["waits"])
-        return []
+            running = self.http.get("/releases", params={"running": True}).json()
+            return {release["id"]: release["waits"] for release in running}
+        return {}
 
     def _post(self, path: str, **body: Any) -> Row:
         return self._ask("POST", path, json=body)

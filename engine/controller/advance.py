@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from engine.catalog.records import Release, Route
 from engine.ledger.evaluations import EvaluatorUse
+from engine.quality.budget import ErrorBudget
 from engine.quality.canary import CanaryResult
 from engine.quality.sequential import least_pairs
 from engine.quality.shadow import ShadowResult
@@ -265,8 +266,8 @@ def _refuse_canary(settings: ReleaseConfig, evidence: Evidence) -> Action | None
         return Action("hold", "No guard is configured that could promote the canary; see `release.guards`.")
     if evidence.units_per_s is None:
         return None
-    name = "margin" if settings.feedback == "reward" else "rate_margin"
-    needed = least_pairs(settings.alpha, getattr(settings, name))
+    name, level = _promoting_level(settings)
+    needed = least_pairs(level, getattr(settings, name))
     reached = evidence.units_per_s * settings.weight * settings.max_s
     if needed <= reached:
         return None
@@ -276,6 +277,16 @@ def _refuse_canary(settings: ReleaseConfig, evidence: Evidence) -> Action | None
         f"{needed:g} canary units, and {evidence.units_per_s:.2g} units a second give {reached:.0f} within "
         f"{settings.max_s:g} s. Widen `release.{name}`, `release.weight` or `release.max_s`.",
     )
+
+
+def _promoting_level(settings: ReleaseConfig) -> tuple[str, float]:
+    """Return the margin that a promotion must show, by its setting's name, and at which level."""
+    budget = ErrorBudget.of(settings)
+    if settings.feedback == "none":
+        return "rate_margin", settings.alpha
+    if settings.feedback == "evaluators":
+        return "margin", 2 * budget.evaluator
+    return "margin", budget.ratings / (1 + len(settings.segments))
 
 
 def _skip_steps(release: Release, settings: ReleaseConfig, evidence: Evidence) -> Action | None:

@@ -172,8 +172,10 @@ def _add_policies_and_releases(app: FastAPI, controller: Controller) -> None:
         return asdict(catalog.policies.get(body.name)) | {"route": asdict(catalog.routes.get(body.name))}
 
     @app.get("/releases")
-    def releases(policy: str | None = None, limit: Limit = 1000) -> list[dict[str, Any]]:
-        return [asdict(release) for release in catalog.releases.all(policy, limit=limit)]
+    def releases(
+        policy: str | None = None, running: bool = False, limit: Limit = 1000
+    ) -> list[dict[str, Any]]:
+        return [_shown(controller, release) for release in catalog.releases.all(policy, running, limit)]
 
     @app.get("/releases/{release_id}")
     def release(release_id: str) -> dict[str, Any]:
@@ -188,7 +190,7 @@ def _add_policies_and_releases(app: FastAPI, controller: Controller) -> None:
     def add(name: str, decide: Callable[[str, str, str], Release]) -> None:
         @app.post(f"/releases/{{release_id}}/{name}")
         def decided(release_id: str, body: HoldBody, key: Admin) -> dict[str, Any]:
-            return asdict(decide(release_id, key.named(body.by), body.reason))
+            return _shown(controller, decide(release_id, key.named(body.by), body.reason))
 
     add("approve", decisions.approve)
     add("pause", decisions.pause)
@@ -286,15 +288,16 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _with_evidence(controller: Controller, release: Release) -> dict[str, Any]:
-    shown = asdict(release) | {"paused": release.paused, "asks": release.asks}
+def _shown(controller: Controller, release: Release) -> dict[str, Any]:
+    """Return a release's row, and what follows from it and the evidence while it runs."""
     latest = controller.latest.get(release.id)
-    if release.state == "running" and latest:
-        return shown | {
-            "evidence": latest.summary(),
-            "waits": [wait.row() for wait in waits_of(release, latest)],
-        }
-    return shown | {"waits": []}
+    waits = [wait.row() for wait in waits_of(release, latest)] if latest else []
+    return asdict(release) | {"paused": release.paused, "asks": release.asks, "waits": waits}
+
+
+def _with_evidence(controller: Controller, release: Release) -> dict[str, Any]:
+    latest = controller.latest.get(release.id) if release.state == "running" else None
+    return _shown(controller, release) | ({"evidence": latest.summary()} if latest else {})
 
 
 def _answer_fault(_request: Request, error: Exception) -> Response:

@@ -153,7 +153,8 @@ def test_the_first_pause_counts_and_only_a_paused_release_resumes(
     for name in ("ada", "bob"):
         paused = web.post(f"{path}/pause", json={"by": name, "reason": f"{name}'s."}).json()
         assert [(one["by"], one["reason"]) for one in paused["pauses"]] == [("ada", "ada's.")]
-    assert web.get(path).json()["paused"]["by"] == "ada"
+    shown = web.get(path).json()
+    assert (shown["paused"]["by"], shown["waits"][0]["has"]) == ("ada", "paused by ada: ada's.")
     resumed = web.post(f"{path}/resume", json=PERSON).json()
     assert resumed["pauses"][-1]["resumed_for"] == "Lunch."
     held = web.post(f"{path}/hold", json=PERSON).json()

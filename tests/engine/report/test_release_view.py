@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from engine.catalog.catalog import Catalog, Release
+from engine.controller.advance import Evidence
 from engine.quality.guards import GuardResult
 from engine.report.data import ReleaseResult
 from engine.report.pages import collect, render
@@ -66,6 +67,24 @@ def test_a_running_release_shows_what_the_guards_say_now(params: Params, release
         row["guard"] for row in release.evidence["canary"]["guards"]
     }
     assert "answers were rated" in shown.feedback
+
+
+def test_the_live_page_shows_what_a_release_waits_for(params: Params, release: Release) -> None:
+    pause = {"by": "ann", "reason": "<Lunch>", "at": 1.0}
+    with Catalog(params.paths.catalog_url) as catalog:
+        changes = {"state": "running", "step": "canary", "evidence": {}, "pauses": [pause]}
+        running = catalog.releases.update(release.id, catalog.releases.get(release.id).version, **changes)
+        latest = {release.id: Evidence(61.0, catalog.routes.get("sorting"), weight_s=20.0)}
+        snapshot, names = params.paths.ledger_snapshot, ["sorting"]
+        try:
+            data = collect(snapshot, catalog, names, title="A run", created_at=0.0, latest=latest)
+        finally:
+            back = {"state": release.state, "step": "done", "evidence": release.evidence, "pauses": []}
+            catalog.releases.update(release.id, running.version, **back)
+    table = re.sub(r"\s*<[^>]+>\s*", "|", render(data, live=True).split("What running releases wait for.")[1])
+    for line in ("pause|paused by ann: &lt;Lunch&gt;", "60 s", "no harm in 20 s", "promotion in 40 s"):
+        assert line in table.split("Releases, newest first")[0].replace("||", "|")
+    assert "What running releases wait for." not in page_of(params)[1]
 
 
 def test_a_bound_that_nothing_is_known_of_is_not_a_number(params: Params, release: Release) -> None:

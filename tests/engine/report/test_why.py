@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from engine.catalog.catalog import Base, Catalog, Notice, Release, Replica, migrate
+from engine.controller.waits import Wait
 from engine.errors import Conflict, NotFound
 from engine.ledger.ledger import Ledger, Spool
 from engine.report.why import Chain, commit_link, why
@@ -161,6 +162,12 @@ def test_a_running_release_is_the_verdict_so_far(params: Params) -> None:
     (engine,) = standing["engines"]
     assert (engine["id"], engine["base"], engine["draining"]) == ("h:1", NEW[:12], True)
     assert 0 <= engine["beat_s"] < 60
+    (line,) = look.shown_releases(standing["releases"])
+    assert (line["gate"], line["has"]) == ("canary", "Wait.")
+    waits = [Wait("canary 20%: reward", "open", "clear", 75.0, 340.0).row()]
+    with answering(params.controller.port, [{"id": "r", "waits": waits}]):
+        (line,) = look.shown_releases(look.standing(params)["releases"])
+    assert (line["release"], line["since"], line["ends"]) == (f"sorting@{NEW[:12]}", "1m", "hold in 340 s")
 
 
 def test_unknown_and_ambiguous_names_are_sentences(params: Params) -> None:
@@ -242,7 +249,7 @@ def test_it_says_how_old_it_is(params: Params) -> None:
 
 
 @contextmanager
-def answering(port: int, answer: dict[str, Any]) -> Iterator[list[str]]:
+def answering(port: int, answer: Any) -> Iterator[list[str]]:
     """A server that answers every GET with this JSON; yields the paths that it was asked for."""
     asked: list[str] = []
 
