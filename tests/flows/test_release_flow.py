@@ -22,9 +22,10 @@ from engine.controller.__main__ import whole_app
 from engine.controller.release_loop import Controller
 from engine.integrations.mlflow_aliases import AliasMirror
 from engine.integrations.mlflow_registry import Registry
-from engine.settings.forms import ApprovalForm, ReleaseForm
+from engine.settings.forms import ApprovalForm, ReleaseForm, RunningForm
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
+from flows import decide
 from flows import release as flow
 from tasks import approval, progress, release, steps
 from tests.helpers.canary_users import Users
@@ -182,3 +183,22 @@ def test_the_form_of_each_approval_has_a_key_of_its_own(
     ended = controller.catalog.releases.get(started.id)
     assert (ended.state, ended.reason, ended.approved["reason"]) == ("held", "Look 3.", "Look 1.")
     assert [one.get("reason") for one in ended.approvals] == ["Look 2.", None]
+
+
+@pytest.mark.usefixtures("run")
+def test_a_running_release_is_paused_resumed_and_held_by_flows(
+    params: Params, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages: list[str] = []
+    plain = {"decide": steps.decide.fn, "update_page": lambda _params, _policy, digest: pages.append(digest)}
+    monkeypatch.setattr(decide, "steps", SimpleNamespace(**plain))
+    monkeypatch.setattr(decide, "flow_settings", lambda: params)
+    for name in ("tag_run", "show_table"):
+        monkeypatch.setattr(decide, name, lambda *_: None)
+    with controller.decisions.lock:
+        controller.decisions.start("sorting", NEW, {"approval_s": 3600}, {"score": "It has no suite."}, "me")
+    form = RunningForm(policy="sorting", by="ann", reason="Lunch.")
+    assert decide.pause.fn(form)["paused"]["by"] == "ann"
+    assert decide.resume.fn(form)["paused"] is None
+    assert decide.hold.fn(form)["state"] == "held"
+    assert pages == [NEW] * 3

@@ -335,3 +335,54 @@ def check_case(row: Release, seen: Evidence, action: Action) -> None:
     if action.kind == "rollback" and not seen.tombstone:
         assert row.canary_started_at is not None
         assert seen.canary.upper <= 0
+
+
+PAUSED = {"pauses": [{"by": "ann", "reason": "Lunch.", "at": 60.0}]}
+
+
+def test_a_paused_release_does_nothing_but_roll_back() -> None:
+    for step in ("probe", "score", "approval", "canary"):
+        assert advance(release(step=step, **PAUSED), evidence(probe=ACCEPTED, step_s=9e9)).kind == "wait"
+    for name, result in CANARIES.items():
+        kind = "rollback" if result.harm else "wait"
+        late = at(0.2, result, step_s=9e9, weight_s=9e9)
+        assert advance(running_canary(**PAUSED), late).kind == kind, name
+    assert advance(release(**PAUSED), evidence(tombstone="It was bad.")).kind == "rollback"
+    over = {
+        "pauses": [PAUSED["pauses"][0] | {"resumed_by": "ann", "resumed_for": "Back.", "resumed_at": 70.0}]
+    }
+    assert advance(running_canary(**over), at(0.2, CANARIES["good"])).kind == "promote"
+
+
+def approving(weight: float, *approvals: dict[str, object], **changes: object) -> Release:
+    """A release of `ramped` whose steps to 5 and 20% need an approval within 60 s."""
+    row = ramped(weight, approvals=list(approvals), **changes)
+    return replace(row, settings=row.settings | {"approval_s": 60, "approval_weights": (0.05, 0.2)})
+
+
+def test_a_step_asks_for_its_approval_and_no_approval_takes_it() -> None:
+    full, few = at(0.01, replace(CANARIES["open"], step_units=20)), at(0.01, CANARIES["open"])
+    asked, given = (
+        {"weight": 0.05, "asked_at": 90.0},
+        {"weight": 0.05, "asked_at": 90.0, "by": "ann", "at": 95.0},
+    )
+    assert (advance(approving(0.01), full).kind, advance(approving(0.01), full).weight) == ("ask", 0.05)
+    assert advance(approving(0.01), few).kind == "wait"
+    waiting = approving(0.01, asked)
+    for asked_s, kind in ((59.9, "wait"), (60.0, "hold")):
+        assert advance(waiting, replace(full, asked_s=asked_s, step_s=9e9, weight_s=9e9)).kind == kind
+    assert advance(waiting, at(0.01, CANARIES["bad"])).kind == "rollback"
+    # Evidence takes the step, not the approval.
+    assert advance(approving(0.01, given), few).kind == "wait"
+    assert advance(approving(0.01, given), full) == advance(ramped(0.01), full)
+    # Each step has its own, and one for a larger step covers those before it.
+    assert advance(approving(0.05, given), at(0.05, full.canary)).kind == "ask"
+    assert advance(approving(0.01, given | {"weight": 0.2}), full).kind == "next_step"
+    assert advance(approving(0.2, given), at(0.2, CANARIES["good"])).weight == BAKE_WEIGHT
+
+
+def test_a_jump_over_steps_asks_for_the_largest_before_any_user_comes() -> None:
+    row = approving(0.01, canary_started_at=None)
+    action = advance(row, evidence(units_per_s=3.0))
+    assert (action.kind, action.weight) == ("ask", 0.2)
+    assert advance(row, evidence(units_per_s=30.0)).kind == "start_canary"
