@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from engine.catalog.records import Release, Route
-from engine.ledger.evaluations import EvaluatorUse
+from engine.ledger.evaluations import EvaluatorUse, costs_in_words
 from engine.quality.budget import ErrorBudget
 from engine.quality.canary import CanaryResult
 from engine.quality.sequential import least_pairs
@@ -196,11 +196,7 @@ def _shadow_harm(release: Release, evidence: Evidence) -> Action | None:
 
 
 def _uses(evidence: Evidence) -> str:
-    """Return what shadow and evaluators have done and cost, in words."""
-    answers, seconds, tokens = evidence.shadow_cost
-    shadow = f"The shadow gave {answers} answers in {seconds:.1f} s, with {tokens} tokens." if answers else ""
-    uses = " ".join(use.sentence() for use in evidence.uses)
-    return f"{shadow} {uses}".strip()
+    return costs_in_words(evidence.uses, evidence.shadow_cost)
 
 
 def _approval(release: Release, evidence: Evidence) -> Action:

@@ -6,6 +6,7 @@ from typing import Any
 
 from engine.catalog.records import Release
 from engine.controller.advance import Evidence
+from engine.quality.shadow import ShadowResult
 from engine.settings.releases import LOAD_S, ReleaseConfig
 
 
@@ -91,6 +92,16 @@ def _canary(release: Release, settings: ReleaseConfig, evidence: Evidence) -> li
     ]
 
 
+def _shadow(release: Release, settings: ReleaseConfig, evidence: Evidence) -> list[Wait]:
+    shadow = evidence.shadow or ShadowResult()
+    units = f"{shadow.units} of {settings.shadow} units"
+    needs, left_s = f"clear, or {settings.shadow} units without harm", settings.max_s - evidence.step_s
+    return [
+        Wait(f"shadow: {guard.guard}", f"{guard.state}, {units}", needs, evidence.step_s, left_s)
+        for guard in shadow.required
+    ]
+
+
 # By a release's step. The other gates let it through or end it at once.
 Gate = Callable[[Release, ReleaseConfig, Evidence], list[Wait]]
-WAITS: dict[str, Gate] = {"approval": _approval, "canary": _canary}
+WAITS: dict[str, Gate] = {"shadow": _shadow, "approval": _approval, "canary": _canary}

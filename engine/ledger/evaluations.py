@@ -1,6 +1,7 @@
 """What evaluators have said while a release ran: of users' answers, and of a shadow's beside them."""
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from itertools import starmap
 from typing import Any, NamedTuple
 
@@ -135,6 +136,13 @@ def shadow_cost(ledger: duckdb.DuckDBPyConnection, release: Release) -> tuple[in
     """Return a shadow's answers, the engine's seconds for them, and their tokens, prompts included."""
     row: tuple[int, float, int] = ledger.execute(SHADOW_COST, _named(release)).fetchall()[0]
     return row
+
+
+def costs_in_words(uses: Iterable[EvaluatorUse], shadow_cost: Sequence[float]) -> str:
+    """Return what a shadow and evaluators have done and cost; `shadow_cost` as `shadow_cost` returns it."""
+    answers, seconds, tokens = shadow_cost
+    shadow = f"The shadow gave {answers} answers in {seconds:.1f} s, with {tokens} tokens." if answers else ""
+    return f"{shadow} {' '.join(use.sentence() for use in uses)}".strip()
 
 
 def release_progress(

@@ -16,8 +16,10 @@ from engine.catalog.catalog import Catalog, Release
 from engine.controller.advance import Evidence
 from engine.controller.waits import Wait, waits_of
 from engine.ledger.canaries import CanaryReader
+from engine.ledger.evaluations import EvaluatorUse, costs_in_words, evaluator_uses, shadow_cost
 from engine.ledger.ledger import open_snapshot
 from engine.ledger.queries import canary_fallbacks, canary_ratings, canary_weights, named_rows
+from engine.ledger.shadows import ShadowReader
 from engine.quality.canary import FeedbackCounts
 from engine.quality.guards import GuardResult, RewardGuard
 from engine.report.data import (
@@ -226,18 +228,41 @@ def _waits(release: Release, latest: Mapping[str, Evidence]) -> tuple[Wait, ...]
 def _judged(
     ledger: duckdb.DuckDBPyConnection, release: Release
 ) -> tuple[tuple[GuardResult, ...], tuple[GuardResult, ...], str]:
-    """Return what a canary's guards said at its verdict, or say now.
+    """Return what the guards of shadow and canary said at the verdict, or say now.
 
-    First those that decide, then those that are only observed, then the counts of its feedback.
+    First those that decide, then those that are only observed, then counts of feedback and costs.
     """
-    if release.canary_started_at is None:
-        return (), (), ""
-    if release.state == "running":
+    if release.state != "running":
+        return _stored_guards(release)
+    no_guards: tuple[GuardResult, ...] = ()
+    shadow, guards, observed = no_guards, no_guards, no_guards
+    said = ""
+    if release.settings.get("evaluators"):
+        said = costs_in_words(evaluator_uses(ledger, release), shadow_cost(ledger, release))
+        shadow = ShadowReader(release).read(ledger, release).guards
+    if release.canary_started_at is not None:
         seen = CanaryReader(release).read(ledger, release)
-        return seen.guards, seen.observed, seen.feedback.sentence()
-    stored = release.evidence.get("canary", {})
+        guards, observed, said = seen.guards, seen.observed, f"{seen.feedback.sentence()} {said}".strip()
+    return (*_of_shadow(shadow), *guards), observed, said
+
+
+def _stored_guards(
+    release: Release,
+) -> tuple[tuple[GuardResult, ...], tuple[GuardResult, ...], str]:
+    evidence = release.evidence
+    shadow = _of_shadow(_stored(evidence.get("shadow", {}).get("guards", ())))
+    uses = [EvaluatorUse(**row) for row in evidence.get("evaluators", ())]
+    said = costs_in_words(uses, evidence.get("shadow_cost", (0, 0.0, 0)))
+    if release.canary_started_at is None:
+        return shadow, (), said
+    stored = evidence.get("canary", {})
     feedback = FeedbackCounts(**stored["feedback"]).sentence() if stored.get("feedback") else ""
-    return _stored(stored.get("guards", ())), _stored(stored.get("observed", ())), feedback
+    guards = (*shadow, *_stored(stored.get("guards", ())))
+    return guards, _stored(stored.get("observed", ())), f"{feedback} {said}".strip()
+
+
+def _of_shadow(guards: Iterable[GuardResult]) -> tuple[GuardResult, ...]:
+    return tuple(replace(guard, guard=f"shadow: {guard.guard}") for guard in guards)
 
 
 def _stored(rows: Iterable[dict[str, Any]]) -> tuple[GuardResult, ...]:
