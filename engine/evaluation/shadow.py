@@ -5,6 +5,7 @@ wait longer for their first token beside it than without it.
 """
 
 import logging
+import math
 import threading
 import time
 import uuid
@@ -26,7 +27,9 @@ MOST_WAITING, EVERY_S = 64, 0.05
 # It rests for the first of these seconds in every so many, so that users are also met alone.
 ALONE_S, TURN_S = 2.0, 20.0
 # Users' times that are compared, at least and at most; beside it they may be longer by this share.
-LEAST_TIMES, MOST_TIMES, SUFFERS, REST_S = 20, 200, 1.1, 10.0
+LEAST_TIMES, MOST_TIMES, SUFFERS, REST_S = 20, 500, 1.1, 10.0
+# It is compared four times a second: fewer standard errors would often be luck.
+SURE = 4.0
 # Of an engine that stops or cannot read its catalog; other errors of a server are the revision's.
 SERVER_ERROR, UNAVAILABLE = 500, 503
 log = logging.getLogger("graftwork.evaluation")
@@ -48,7 +51,7 @@ class UsersTimes:
         for kind, seconds in times.items():
             self._times[kind, is_beside].extend(seconds)
             alone, beside = self._times[kind, False], self._times[kind, True]
-            if min(len(alone), len(beside)) >= LEAST_TIMES and _p95(beside) > SUFFERS * _p95(alone):
+            if min(len(alone), len(beside)) >= LEAST_TIMES and are_longer(beside, alone):
                 self._rests_until = self._clock() + REST_S
                 # As of its next turn they are met anew.
                 beside.clear()
@@ -60,8 +63,14 @@ class UsersTimes:
         return now >= self._rests_until and (now - self._began) % TURN_S >= ALONE_S
 
 
-def _p95(times: Sequence[float]) -> float:
-    return sorted(times)[int(0.95 * (len(times) - 1))]
+def are_longer(beside: Sequence[float], alone: Sequence[float]) -> bool:
+    """Return whether the 95th percentile `beside` is surely above that of `alone` by more than `SUFFERS`.
+
+    Of as short times a twentieth is above the percentile of the others.
+    """
+    p95 = sorted(alone)[int(0.95 * (len(alone) - 1))]
+    above = sum(seconds > SUFFERS * p95 for seconds in beside) / len(beside)
+    return above > 0.05 + SURE * math.sqrt(0.05 * 0.95 * (1 / len(beside) + 1 / len(alone)))
 
 
 @dataclass(frozen=True)

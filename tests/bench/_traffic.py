@@ -36,7 +36,7 @@ class Ask:
 
     at: float
     model: str
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...] | str
     tokens: int
     burst: bool = False
     logprobs: bool = False

@@ -200,6 +200,29 @@ def scale(bench: ModuleType, patch: pytest.MonkeyPatch, base: Path) -> tuple[lis
     return [], {"rollback_s.up": 0.4, "observations_lost": 0}
 
 
+def shadow(bench: ModuleType, patch: pytest.MonkeyPatch, base: Path) -> tuple[list[str], dict[str, Any]]:
+    def answers(seconds: float) -> list[Any]:
+        return [Made(ttft=seconds, is_right=True)] * 20
+
+    def asked(live: Any, client: Any, rate: float, number: int, seconds: float, found: Any) -> list[Any]:
+        return answers(0.21 if seconds == bench.PHASES_S[True][1] else 0.2)
+
+    controller = Made(
+        start_release=given({"id": "r"}), hold=given(None),
+        release=given({"state": "running", "step": "shadow"}),
+    )  # fmt: skip
+    live = Made(controller=controller, engine=Made(copies=given(None)), server=None, revision="d")
+    replace(bench, patch, site=within(live), Client=within(Made(cpu_share=0.1)), bearable=given(20.0))
+    replace(bench, patch, users=asked, begin=given(None), END_S=0.0)
+    replace(bench, patch, answers_of=given(bench.Shadowed([1.0] * 4, [0.3] * 4, 0)))
+    wanted = {
+        "users_ttft_p95_ratio": pytest.approx(1.05),
+        "shadow_share": 0.2,
+        "users_per_s.tiny-dense": 10.0,
+    }
+    return ["--long"], wanted
+
+
 def storm(bench: ModuleType, patch: pytest.MonkeyPatch, base: Path) -> tuple[list[str], dict[str, Any]]:
     def ours(*parts: Any) -> dict[int, float]:
         result = parts[5]
@@ -252,7 +275,7 @@ SMOKES: dict[str, Smoke] = {
     one.__name__.rstrip("_"): one
     for one in (
         canary, catalog, concurrency, decode, fairness, fused, gateway, handoff, load_, ranks, real, rollback,
-        scale, storm, tinker, trl, wave,
+        scale, shadow, storm, tinker, trl, wave,
     )
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """A shadow beside users: what it asks, what it skips, when it rests; and the process with an engine."""
 
 import json
+import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -90,14 +91,19 @@ def scorer() -> Scored:
     return Scored()
 
 
+def times_beside() -> UsersTimes:
+    """Return users' times right after they were met alone, where the clock stands."""
+    began = iter([0.0])
+    return UsersTimes(lambda: next(began, ALONE_S))
+
+
 RELEASE = Release("r1", "sorting", NEW, OLD, "shadow", 0.2, "running", {}, 0.0, 0.0)
 
 
 @pytest.fixture
 def shadow(rows: list[dict[str, Any]], scorer: Scored) -> Iterator[Shadow]:
     shadow = Shadow(RELEASE, [scorer], lambda _table, **row: rows.append(row), {"u3"})
-    # Users are not met alone first.
-    shadow.times = UsersTimes(lambda: time.monotonic() + ALONE_S)
+    shadow.times = times_beside()
     yield shadow
     shadow.close()
 
@@ -174,6 +180,20 @@ def test_it_rests_while_users_wait_longer_beside_it() -> None:
     assert not times.lets_pass
     now += REST_S
     assert times.lets_pass
+
+
+@pytest.mark.parametrize(("longer", "rests"), [(1.0, 0.0), (1.6, 1.0)])
+def test_it_rests_by_harm_and_seldom_by_luck(longer: float, rests: float) -> None:
+    """Users' times scatter: 25 seconds of 20 users a second, twenty times."""
+    found = 0
+    for seed in range(20):
+        chance, times = random.Random(seed), times_beside()
+        for _ in range(100):
+            for is_beside, factor in ((False, 1.0), (True, longer)):
+                drawn = [factor * chance.lognormvariate(0, 0.5) for _ in range(5)]
+                times.add({"streamed": drawn}, is_beside)
+        found += not times.lets_pass
+    assert found / 20 == pytest.approx(rests, abs=0.15)
 
 
 @pytest.fixture
