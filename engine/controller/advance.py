@@ -280,9 +280,9 @@ def _promoting_level(settings: ReleaseConfig) -> tuple[str, float]:
     budget = ErrorBudget.of(settings)
     if settings.feedback == "none":
         return "rate_margin", settings.alpha
-    if settings.feedback == "evaluators":
-        return "margin", 2 * budget.evaluator
-    return "margin", budget.ratings / (1 + len(settings.segments))
+    if "reward" in settings.promoting_guards:
+        return "margin", budget.ratings / (1 + len(settings.segments))
+    return "margin", 2 * budget.evaluator
 
 
 def _skip_steps(release: Release, settings: ReleaseConfig, evidence: Evidence) -> Action | None:
@@ -301,15 +301,15 @@ def _guard(release: Release, evidence: Evidence) -> Action | None:
     harm = evidence.canary.harm
     if release.canary_started_at is None or harm is None:
         return None
-    return Action(
-        "rollback", f"The canary does harm. {harm.sentence()} {evidence.canary.feedback.sentence()}"
-    )
+    said = f"The canary does harm. {harm.sentence()} {evidence.canary.feedback.sentence()} {_uses(evidence)}"
+    return Action("rollback", said.rstrip())
 
 
 def _next_step(release: Release, settings: ReleaseConfig, evidence: Evidence) -> Action:
     """Return the next step of the ramp, the verdict at its end, or `wait`."""
     canary = evidence.canary
-    sentences = " ".join(guard.sentence() for guard in canary.required) + f" {canary.feedback.sentence()}"
+    guards = " ".join(guard.sentence() for guard in canary.required)
+    sentences = f"{guards} {canary.feedback.sentence()} {_uses(evidence)}".rstrip()
     following = next((weight for weight in settings.weights if weight > release.weight), None)
     if release.weight > settings.weight:
         is_baked = evidence.weight_s >= settings.bake_s
@@ -329,9 +329,7 @@ def _next_step(release: Release, settings: ReleaseConfig, evidence: Evidence) ->
             )
         return Action("promote", f"The canary is within its margins or better. {sentences}")
     if evidence.step_s >= settings.max_s:
-        return Action(
-            "hold", f"No verdict within {settings.max_s:g} s. {sentences} {_uses(evidence)}".rstrip()
-        )
+        return Action("hold", f"No verdict within {settings.max_s:g} s. {sentences}")
     return Action("wait")
 
 

@@ -21,8 +21,8 @@ from engine.quality.estimate import paired_difference, perplexity
 from engine.quality.shadow import ShadowResult
 from engine.settings.releases import ReleaseConfig
 
-# The steps in which evaluators score answers.
-EVALUATED = ("shadow", "canary")
+# The steps in which evaluators score answers, and one between them.
+EVALUATED = ("shadow", "approval", "canary")
 
 
 class EvidenceReader:
@@ -122,7 +122,7 @@ class EvidenceReader:
         return LanguageScore(len(mine), perplexity(mine), perplexity(theirs))
 
     def _shadow(self, release: Release, ledger: Ledger) -> ShadowResult | None:
-        """Return what the shadow has shown: of a canary what it had, which no longer changes."""
+        """Return what the shadow has shown: later what it had, which no longer changes."""
         if not release.settings.get("evaluators") or release.step not in EVALUATED:
             return None
         if not ReleaseConfig.stored(release.settings).shadow_evaluators:
@@ -130,7 +130,7 @@ class EvidenceReader:
         self._renew(ledger)
         if (known := self._shadows.get(release.id)) is None:
             known = self._shadows[release.id] = ShadowReader(release)
-        elif release.step == "canary":
+        elif release.step != "shadow":
             return known.result
         return known.read(ledger.connection, release)
 

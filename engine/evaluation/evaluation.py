@@ -5,11 +5,10 @@ from collections.abc import Mapping
 
 from engine.catalog.catalog import Catalog, Release
 from engine.catalog.fleet import Fleet
-from engine.catalog.records import Replica
 from engine.clients.engine import EngineClient
 from engine.errors import GraftworkError
 from engine.evaluation.evaluators import Evaluator, FunctionEvaluator, VerifierEvaluator
-from engine.evaluation.judge import Judge
+from engine.evaluation.judge import judge_of
 from engine.evaluation.mlflow_judge import stored_judge
 from engine.evaluation.release_evaluation import EVALUATED, EvaluationProgress, ReleaseEvaluation
 from engine.ledger.evaluations import release_progress
@@ -20,8 +19,8 @@ from engine.settings.own_functions import refuse_unlisted
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
 
-# Copies that one engine hands over at once, and the longest answer of a shadow (s).
-MOST_COPIES, ANSWER_S = 200, 120.0
+# Copies that one engine hands over at once, how long that may take (s), and an answer of a shadow.
+MOST_COPIES, COPIES_S, ANSWER_S = 200, 3.0, 120.0
 log = logging.getLogger("graftwork.evaluation")
 
 
@@ -32,24 +31,29 @@ class EvaluationLoop:
         self._params, self._catalog, self._emit = params, catalog, spool.emit
         self._fleet = Fleet(catalog)
         self._releases: dict[str, ReleaseEvaluation] = {}
-        self._engines: dict[str, EngineClient] = {}
+        # By address: who hands over copies, and who answers a shadow, which may take long.
+        self._engines: dict[str, tuple[EngineClient, EngineClient]] = {}
 
     def turn(self) -> None:
         """Follow the releases, and take what the engines have copied for them."""
         self._follow()
-        shares = {
-            one.release.policy: one.share for one in self._releases.values() if one.release.step in EVALUATED
+        evaluated = {
+            one.release.policy: one for one in self._releases.values() if one.release.step in EVALUATED
         }
-        engines = [one for one in self._fleet.live() if one.url] if shares else []
-        for replica in engines:
-            self._take(self._client(replica), shares)
+        urls = {one.url for one in self._fleet.live() if one.url} if evaluated else set()
+        for gone in self._engines.keys() - urls:
+            for client in self._engines.pop(gone):
+                client.close()
+        for url in sorted(urls):
+            self._take(*self._clients(url), evaluated)
 
     def close(self) -> None:
         """End all evaluators."""
         for release in self._releases.values():
             release.close()
-        for engine in self._engines.values():
-            engine.close()
+        for clients in self._engines.values():
+            for client in clients:
+                client.close()
 
     def _follow(self) -> None:
         running = {one.id: one for one in self._catalog.releases.all(open_only=True) if has_evaluators(one)}
@@ -57,41 +61,20 @@ class EvaluationLoop:
             self._releases.pop(ended).close()
         for id, release in running.items():
             if id not in self._releases:
-                evaluators = self._evaluators(release)
-                self._releases[id] = ReleaseEvaluation(
-                    release, evaluators, self._emit, self._progress(release)
-                )
+                progress = self._progress(release)
+                self._releases[id] = ReleaseEvaluation(release, self._evaluator, self._emit, progress)
             self._releases[id].follow(release)
 
-    def _evaluators(self, release: Release) -> dict[str, Evaluator]:
-        """Return a release's evaluators; of one that cannot be loaded the reason is a row of the ledger."""
-        evaluators: dict[str, Evaluator] = {}
-        for name, config in ReleaseConfig.stored(release.settings).evaluators.items():
-            if config.is_metric:
-                continue
-            try:
-                evaluators[name] = self._evaluator(release.policy, config)
-            except GraftworkError as error:
-                log.error("The evaluator %r of %s: %s", name, release.policy, error)
-                self._emit(
-                    "evaluations",
-                    release=release.id,
-                    policy=release.policy,
-                    evaluator=name,
-                    version=config.version,
-                    fault=f"unloaded: {error}",
-                )
-        return evaluators
-
     def _evaluator(self, policy: str, config: EvaluatorConfig) -> Evaluator:
+        """Return the evaluator with these settings; raises `GraftworkError` where it cannot be had."""
         kind, timeout_s = config.kind, config.timeout_s
         if kind.startswith(JUDGE):
-            model = kind.removeprefix(JUDGE)
-            return Judge(config.url or "", model, config.rubric or "", timeout_s, config.key_file)
+            return judge_of(self._params.paths, config, kind.removeprefix(JUDGE), config.rubric or "")
         if kind.startswith(MLFLOW):
             return stored_judge(self._params, config)
         if kind == "verifier":
-            return VerifierEvaluator(self._catalog.policies.get(policy).config["verifier"], timeout_s)
+            verifier = self._catalog.policies.get(policy).config.get("verifier", "contract")
+            return VerifierEvaluator(verifier, timeout_s)
         refuse_unlisted("evaluator", kind, self._params.python_modules)
         return FunctionEvaluator(kind, timeout_s)
 
@@ -101,25 +84,26 @@ class EvaluationLoop:
         with open_snapshot(self._params.paths.ledger_snapshot) as ledger:
             return EvaluationProgress(*release_progress(ledger, release))
 
-    def _client(self, replica: Replica) -> EngineClient:
-        key = self._params.paths.local_key.read_text().strip()
-        if replica.url not in self._engines:
-            self._engines[replica.url] = EngineClient(replica.url, key, "shadow", ANSWER_S)
-        return self._engines[replica.url]
+    def _clients(self, url: str) -> tuple[EngineClient, EngineClient]:
+        if url not in self._engines:
+            key = self._params.paths.local_key.read_text().strip()
+            self._engines[url] = tuple(EngineClient(url, key, "shadow", s) for s in (COPIES_S, ANSWER_S))
+        return self._engines[url]
 
-    def _take(self, engine: EngineClient, shares: Mapping[str, float]) -> None:
+    def _take(
+        self, copying: EngineClient, answering: EngineClient, evaluated: Mapping[str, ReleaseEvaluation]
+    ) -> None:
         try:
-            told = engine.copies(shares, MOST_COPIES)
+            told = copying.copies({name: one.share for name, one in evaluated.items()}, MOST_COPIES)
         except GraftworkError as error:
             # It may have ended just now; the fleet forgets it.
             log.debug("No copies: %s", error)
             return
-        by_policy = {one.release.policy: one for one in self._releases.values()}
-        for release in by_policy.values():
-            release.note_times(told["users"])
+        for release in evaluated.values():
+            release.note_times(told["users"], answering.http)
         for copy in told["copies"]:
-            if copy["policy"] in by_policy:
-                by_policy[copy["policy"]].take(copy, engine.http)
+            if copy["policy"] in evaluated:
+                evaluated[copy["policy"]].take(copy, answering.http)
 
 
 def has_evaluators(release: Release) -> bool:

@@ -3,6 +3,7 @@
 Each scores a list of answers to one question. None is told which revision gave an answer.
 """
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,16 +45,19 @@ class FunctionEvaluator:
     """
 
     def __init__(self, kind: str, timeout_s: float):
-        self._timeout_s = timeout_s
+        self._timeout_s, self._turn = timeout_s, threading.Lock()
         self._process = Apart(kind, "engine.evaluation.function_process", "evaluator")
 
     def score(self, question: str, answers: Sequence[str], context: dict[str, Any]) -> Scored:
         """Return the function's scores."""
-        began = time.monotonic()
-        scores, fault = self._process.ask((question, list(answers), context), self._timeout_s)
+        # Who waits for the turn costs nothing.
+        with self._turn:
+            began = time.monotonic()
+            scores, fault = self._process.ask((question, list(answers), context), self._timeout_s)
+            seconds = time.monotonic() - began
         if fault is None and len(scores) != len(answers):
             fault = f"returned {len(scores)} scores for {len(answers)} answers"
-        return Scored(None if fault else scores, fault, time.monotonic() - began)
+        return Scored(None if fault else scores, fault, seconds)
 
     def close(self) -> None:
         """End the process."""
@@ -72,18 +76,19 @@ class VerifierEvaluator:
                 f"The verifier {verifier!r} needs an expected answer, which users' questions do not have. "
                 "Name an evaluator of another kind, such as python:MODULE:FUNC."
             )
-        self._timeout_s = timeout_s
+        self._timeout_s, self._turn = timeout_s, threading.Lock()
         self._process = Apart(verifier)
 
     def score(self, question: str, answers: Sequence[str], context: dict[str, Any]) -> Scored:
         """Return the verifier's scores."""
-        began, scores = time.monotonic(), []
-        for answer in answers:
-            score, fault = self._process.ask((question, "", answer), self._timeout_s)
-            if fault:
-                return Scored(None, fault, time.monotonic() - began)
-            scores.append(score)
-        return Scored(scores, None, time.monotonic() - began)
+        with self._turn:
+            began, scores = time.monotonic(), []
+            for answer in answers:
+                score, fault = self._process.ask((question, "", answer), self._timeout_s)
+                if fault:
+                    return Scored(None, fault, time.monotonic() - began)
+                scores.append(score)
+            return Scored(scores, None, time.monotonic() - began)
 
     def close(self) -> None:
         """End the process."""

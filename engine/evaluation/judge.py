@@ -7,7 +7,6 @@ follows from that.
 import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,9 +15,15 @@ from engine.clients.http_client import connect
 from engine.errors import ConfigError
 from engine.evaluation.evaluators import Scored
 from engine.problems.verifiers import number
+from engine.settings.evaluators import EvaluatorConfig
+from engine.settings.params import Paths
 
+# Of the state directory: where the keys of judges lie.
+KEYS = "judges"
 # Longer questions and answers (characters) are a fault: half of an answer is another answer.
 LONGEST = 64 << 10
+# At least so many characters are a token of text.
+CHARACTERS_A_TOKEN = 3
 # Of a reply; longer ones are no JSON of ours.
 MOST_BYTES = 1 << 20
 # Tokens for the JSON, for each answer and besides.
@@ -35,33 +40,35 @@ SYSTEM = (
 
 
 class Judge:
-    """Asks `model` at `url` for scores by `rubric`. Raises `ConfigError` for a key file that is missing."""
+    """Asks `model` at `url` for scores by `rubric`, with an API key if there is one."""
 
-    def __init__(self, url: str, model: str, rubric: str, timeout_s: float, key_file: Path | None = None):
+    def __init__(self, url: str, model: str, rubric: str, timeout_s: float, key: str = ""):
         self._model, self._rubric, self._timeout_s = model, rubric, timeout_s
         self._client = connect(url.rstrip("/"), timeout_s)
-        if key_file is not None:
-            self._client.headers["authorization"] = f"Bearer {_key(key_file)}"
+        if key:
+            self._client.headers["authorization"] = f"Bearer {key}"
 
     def score(self, question: str, answers: Sequence[str], context: dict[str, Any]) -> Scored:
         """Return the judge's scores."""
         if max(map(len, (question, *answers))) > LONGEST:
             return Scored(None, "too long")
-        began = time.monotonic()
+        began, body = time.monotonic(), self._body(question, answers)
+        # What nobody tells is taken to be what it may be.
+        most = len(body["messages"][1]["content"]) // CHARACTERS_A_TOKEN + body["max_tokens"]
         try:
-            status, told = self._ask(self._body(question, answers), began + self._timeout_s)
+            status, told = self._ask(body, began + self._timeout_s)
         except httpx.TimeoutException:
-            return Scored(None, "timeout", time.monotonic() - began, may_pass=True)
+            return Scored(None, "timeout", time.monotonic() - began, most, may_pass=True)
         except httpx.HTTPError as error:
             fault = f"unreachable: {type(error).__name__}"
-            return Scored(None, fault, time.monotonic() - began, may_pass=True)
+            return Scored(None, fault, time.monotonic() - began, 0, may_pass=True)
         seconds = time.monotonic() - began
         if not httpx.codes.is_success(status):
             may_pass = status >= SERVER_ERROR or status in BUSY
-            return Scored(None, f"status {status}", seconds, may_pass=may_pass)
+            return Scored(None, f"status {status}", seconds, 0, may_pass=may_pass)
         text, tokens = _read(told)
         scores, wrong = scores_in(text, len(answers))
-        return Scored(scores, wrong, seconds, tokens)
+        return Scored(scores, wrong, seconds, most if tokens is None else tokens)
 
     def close(self) -> None:
         """Close the connections."""
@@ -85,7 +92,7 @@ class Judge:
             "model": self._model,
             "messages": [
                 {"role": "system", "content": SYSTEM},
-                {"role": "user", "content": json.dumps(asked, ensure_ascii=False)},
+                {"role": "user", "content": json.dumps(asked)},
             ],
             "temperature": 0,
             "max_tokens": TOKENS_BESIDES + TOKENS_EACH * len(answers),
@@ -93,23 +100,37 @@ class Judge:
         }
 
 
-def _key(file: Path) -> str:
-    try:
-        return file.expanduser().read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"The key of a judge cannot be read: {error}. Check `key_file`.") from None
+def judge_of(paths: Paths, config: EvaluatorConfig, model: str, rubric: str) -> Judge:
+    """Return the judge with these settings; its key is a file of the directory `judges` of the state.
+
+    Who starts a release may name no other file of this machine. Raises `ConfigError` for a missing one.
+    """
+    key = ""
+    if config.key_file:
+        file = paths.root / KEYS / config.key_file
+        try:
+            key = file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"The judge's key {file} cannot be read: {error}. Put it there, and check `key_file`."
+            ) from None
+    return Judge(config.url or "", model, rubric, config.timeout_s, key)
 
 
 def _read(body: bytes) -> tuple[str, int | None]:
     """Return the text of an answer and the tokens that it cost; what is not there is empty, or None."""
     try:
         told = json.loads(body)
-        text = told["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (ValueError, RecursionError):
         return "", None
-    usage = told.get("usage")
+    try:
+        text = told["choices"][0]["message"]["content"]
+    except (LookupError, TypeError):
+        text = ""
+    usage = told.get("usage") if isinstance(told, dict) else None
     tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
-    return text if isinstance(text, str) else "", tokens if isinstance(tokens, int) else None
+    is_count = isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 0
+    return text if isinstance(text, str) else "", tokens if is_count else None
 
 
 def scores_in(text: str, count: int) -> tuple[list[float] | None, str | None]:

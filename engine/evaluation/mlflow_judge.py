@@ -11,7 +11,7 @@ import httpx
 
 from engine.clients.http_client import connect
 from engine.errors import ConfigError, NotFound, ServiceError
-from engine.evaluation.judge import Judge
+from engine.evaluation.judge import Judge, judge_of
 from engine.security.credentials import USER, known_credential
 from engine.settings.evaluators import MLFLOW, EvaluatorConfig
 from engine.settings.params import Params
@@ -43,7 +43,7 @@ def stored_judge(params: Params, config: EvaluatorConfig) -> Judge:
             f"{response.text[:200]}"
         )
     model, instructions = read_judge(name, response.json())
-    return Judge(config.url or "", model, NAMES + instructions, config.timeout_s, config.key_file)
+    return judge_of(params.paths, config, model, NAMES + instructions)
 
 
 def _version(config: EvaluatorConfig) -> int:

@@ -1,8 +1,10 @@
 """What is evaluated of one release: its evaluators at work on the copies of users' answers."""
 
+import logging
 import threading
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,14 +12,20 @@ from typing import Any
 import httpx
 
 from engine.catalog.records import Release
-from engine.evaluation.conversations import exchange_of
+from engine.evaluation.conversations import Exchange, exchange_of
 from engine.evaluation.evaluators import Evaluator
 from engine.evaluation.scorer import Answered, Emit, Scorer
-from engine.evaluation.shadow import Question, Shadow
+from engine.evaluation.shadow import OLDEST_S, Question, Shadow
+from engine.settings.evaluators import EvaluatorConfig
 from engine.settings.releases import ReleaseConfig
 
-# Answers that are scored at once, and those that may wait for it; further ones are not scored.
-AT_ONCE, MOST_WAITING = 8, 256
+# Answers that are scored at once, and those that may wait for it (2 MB each); further ones are not scored.
+AT_ONCE, MOST_WAITING = 8, 32
+# After so many seconds an evaluator that could not be loaded is tried again.
+LOAD_AGAIN_S = 30.0
+# Returns the evaluator of a policy by its settings; may raise anything.
+Load = Callable[[str, EvaluatorConfig], Evaluator]
+log = logging.getLogger("graftwork.evaluation")
 # Steps of a release in which users' answers are copied.
 EVALUATED = ("shadow", "canary")
 
@@ -31,20 +39,18 @@ class EvaluationProgress:
 
 
 class ReleaseEvaluation:
-    """Scores the copies of a release's answers by its evaluators, until it is closed."""
+    """Scores the copies of a release's answers by its evaluators, until it is closed.
 
-    def __init__(
-        self, release: Release, evaluators: Mapping[str, Evaluator], emit: Emit, progress: EvaluationProgress
-    ):
-        self.release, self._emit, self._progress = release, emit, progress
-        settings = ReleaseConfig.stored(release.settings)
-        # Without one of those that decide a comparison decides nothing.
-        deciding = {name for name, one in settings.deciding_evaluators.items() if not one.is_metric}
-        self._is_whole = deciding <= evaluators.keys()
-        self._scorers = [
-            Scorer(release, name, settings.evaluators[name], evaluator, emit, progress.spent.get(name, 0.0))
-            for name, evaluator in evaluators.items()
-        ]
+    `load` returns the evaluator of a policy by its settings. One that cannot be loaded is tried again, and
+    each time the reason is a row of the ledger.
+    """
+
+    def __init__(self, release: Release, load: Load, emit: Emit, progress: EvaluationProgress):
+        self.release, self._load, self._emit, self._progress = release, load, emit, progress
+        self._settings = ReleaseConfig.stored(release.settings)
+        self._missing = {name for name, one in self._settings.evaluators.items() if not one.is_metric}
+        self._load_at = 0.0
+        self._scorers: list[Scorer] = []
         self._pool = ThreadPoolExecutor(AT_ONCE, f"evaluation-{release.policy}")
         self._places = threading.Semaphore(AT_ONCE + MOST_WAITING)
         self._shadow: Shadow | None = None
@@ -57,13 +63,38 @@ class ReleaseEvaluation:
         return max((scorer.config.share for scorer in self._scorers), default=0.0)
 
     def follow(self, release: Release) -> None:
-        """Take the release's newest row."""
+        """Take the release's newest row, and load what could not be loaded before."""
         self.release = release
-        if release.step == "shadow" and self._shadow is None and self._is_whole:
+        if self._missing and time.monotonic() >= self._load_at:
+            self._load_missing()
+        # Without one of those that decide a comparison decides nothing.
+        is_whole = not self._missing & self._settings.deciding_evaluators.keys()
+        if release.step == "shadow" and self._shadow is None and is_whole:
             self._shadow = Shadow(release, self._scorers, self._emit, set(self._progress.units))
         if release.step != "shadow" and self._shadow is not None:
             self._shadow.close()
             self._shadow = None
+
+    def _load_missing(self) -> None:
+        for name in sorted(self._missing):
+            config, spent = self._settings.evaluators[name], self._progress.spent.get(name, 0.0)
+            try:
+                evaluator = self._load(self.release.policy, config)
+            except Exception as error:
+                # A function's module, a key's file and what MLflow has may fail in any way.
+                log.error("The evaluator %r of %s: %s", name, self.release.policy, error)
+                self._emit(
+                    "evaluations",
+                    release=self.release.id,
+                    policy=self.release.policy,
+                    evaluator=name,
+                    version=config.version,
+                    fault=f"unloaded: {error}",
+                )
+            else:
+                self._scorers.append(Scorer(self.release, name, config, evaluator, self._emit, spent))
+                self._missing.discard(name)
+        self._load_at = time.monotonic() + LOAD_AGAIN_S
 
     def take(self, copy: dict[str, Any], engine: httpx.Client) -> None:
         """Take the copy of an answer that this engine gave."""
@@ -74,19 +105,27 @@ class ReleaseEvaluation:
             return
         if self._shadow is not None:
             self._shadow.take(Question(copy, exchange, engine))
-            return
-        answered = [Answered(copy["id"], copy["digest"], exchange.answer)]
-        for scorer in self._scorers:
-            if scorer.config.share < _place_of(copy["id"], scorer.name) or not self._places.acquire(False):
-                continue
-            context = {"messages": exchange.messages}
-            done = self._pool.submit(scorer.score, exchange.question, answered, context)
-            done.add_done_callback(lambda _: self._places.release())
+        elif self.release.step == "canary":
+            self._score(copy, exchange)
 
-    def note_times(self, times: Mapping[str, Sequence[float]]) -> None:
-        """Take users' seconds to the first byte since the last call, by the kind of the answer."""
+    def _score(self, copy: dict[str, Any], exchange: Exchange) -> None:
+        answered = [Answered(copy["id"], copy["digest"], exchange.answer)]
+        taken_at = time.monotonic()
+
+        def score(scorer: Scorer) -> None:
+            if time.monotonic() - taken_at <= OLDEST_S:
+                scorer.score(exchange.question, answered, {"messages": exchange.messages})
+
+        for scorer in self._scorers:
+            # The gateway has copied the largest share that one of them scores.
+            is_scored = _place_of(copy["id"], scorer.name) * self.share < scorer.config.share
+            if is_scored and self._places.acquire(blocking=False):
+                self._pool.submit(score, scorer).add_done_callback(lambda _: self._places.release())
+
+    def note_times(self, times: Mapping[str, Sequence[float]], engine: httpx.Client) -> None:
+        """Take seconds to the first byte of an engine's users since the last call, by the answer's kind."""
         if self._shadow is not None:
-            self._shadow.times.add(times, self._shadow.has_asked())
+            self._shadow.note_times(times, engine)
 
     def close(self) -> None:
         """End the evaluators; answers that still wait are not scored."""

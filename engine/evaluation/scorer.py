@@ -1,11 +1,12 @@
 """One evaluator of one release: its rate, its budget and its retries, and the ledger rows of its scores."""
 
+import logging
 import random
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.catalog.records import Release
@@ -15,7 +16,10 @@ from engine.settings.evaluators import EvaluatorConfig
 SCORES = uuid.UUID("7a1f6a52-6f0e-5d0c-9c5e-0d9a4c1f3b7e")
 # Attempts at some answers, the seconds before the second one, and the longest rest of one that is away.
 ATTEMPTS, RETRY_S, REST_S = 3, 0.5, 30.0
+# What is said of answers that were not sent to an evaluator: later ones may be.
+NOT_ASKED = Scored(None, "not asked", may_pass=True)
 Emit = Callable[..., object]
+log = logging.getLogger("graftwork.evaluation")
 
 
 @dataclass(frozen=True)
@@ -49,27 +53,32 @@ class Scorer:
         # Answers that may be scored now, and as of when; failures in a row, and until when it rests.
         self._places, self._counted_at = 1.0, time.monotonic()
         self._failed, self._rests_until = 0, 0.0
+        # Calls under way, and the most that one has cost.
+        self._calls, self._price = 0, 0.0
         self._chance = random.Random()
 
     @property
     def is_ready(self) -> bool:
         """Whether it may score an answer now: within its rate and its budget, and not away."""
         with self._lock:
-            return self._refill() >= 1.0 and self._spent < self.config.budget and not self._rests
+            return self._refill() >= 1.0 and self._can_pay and not self._rests
+
+    @property
+    def _can_pay(self) -> bool:
+        """Whether the budget suffers another call, beside those under way."""
+        return self._spent + self._calls * self._price < self.config.budget
 
     @property
     def _rests(self) -> bool:
         return time.monotonic() < self._rests_until
 
-    def score(
-        self, question: str, answers: Sequence[Answered], context: dict[str, Any]
-    ) -> list[float] | None:
-        """Score answers to one question, in random order, and emit a row for each; None without scores.
+    def score(self, question: str, answers: Sequence[Answered], context: dict[str, Any]) -> Scored:
+        """Score answers to one question, in random order, and emit a row for each; return what it said.
 
         Nothing is asked, and no row is emitted, beyond rate and budget and while the evaluator is away.
         """
         if not self._take(len(answers)):
-            return None
+            return NOT_ASKED
         order = self._chance.sample(range(len(answers)), len(answers))
         scored = self._attempt(question, [answers[number].text for number in order], context)
         scores = None
@@ -78,7 +87,7 @@ class Scorer:
             scores = [by_number[number] for number in range(len(answers))]
         for number, answer in enumerate(answers):
             self._record(answer, scores[number] if scores else None, scored, len(answers))
-        return scores
+        return replace(scored, scores=scores)
 
     def close(self) -> None:
         """End the evaluator."""
@@ -93,9 +102,10 @@ class Scorer:
 
     def _take(self, count: int) -> bool:
         with self._lock:
-            if self._refill() < 1.0 or self._spent >= self.config.budget or self._rests:
+            if self._refill() < 1.0 or not self._can_pay or self._rests:
                 return False
             self._places -= count
+            self._calls += 1
             return True
 
     def _attempt(self, question: str, texts: list[str], context: dict[str, Any]) -> Scored:
@@ -104,17 +114,28 @@ class Scorer:
         for number in range(ATTEMPTS):
             if number:
                 time.sleep(RETRY_S * 2 ** (number - 1))
-            scored = self._evaluator.score(question, texts, context)
+            scored = self._ask(question, texts, context)
+            cost = scored.seconds if scored.tokens is None else scored.tokens
             seconds, tokens = seconds + scored.seconds, tokens + (scored.tokens or 0)
             with self._lock:
-                self._spent += scored.seconds if scored.tokens is None else scored.tokens
-            if scored.scores is not None or not scored.may_pass:
+                self._spent, self._price = self._spent + cost, max(self._price, cost)
+                is_over = self._spent >= self.config.budget
+            if scored.scores is not None or not scored.may_pass or is_over:
                 break
         with self._lock:
+            self._calls -= 1
             self._failed = 0 if scored.scores is not None else self._failed + 1
             if scored.may_pass and scored.scores is None:
                 self._rests_until = time.monotonic() + min(REST_S, 2.0**self._failed)
-        return Scored(scored.scores, scored.fault, seconds, tokens or None)
+        return replace(scored, seconds=seconds, tokens=tokens or None)
+
+    def _ask(self, question: str, texts: list[str], context: dict[str, Any]) -> Scored:
+        try:
+            return self._evaluator.score(question, texts, context)
+        except Exception as error:
+            # Whatever it calls may fail in any way: that costs these answers their scores.
+            log.exception("The evaluator %r failed.", self.name)
+            return Scored(None, f"raised {type(error).__name__}")
 
     def _record(self, answer: Answered, score: float | None, scored: Scored, count: int) -> None:
         """Emit a row, with this answer's part of the cost. A score has one id, however often it is made."""

@@ -120,9 +120,12 @@ def of_policy(ledger: Path, policy: str) -> Removal:
 def of_keys(ledger: Path, keys: Sequence[str]) -> Removal:
     """Return the removal of what was asked and rated by these keys (ids or hashes)."""
     asked = "list_contains(?, key)"
+    # A shadow's answers to their questions were asked for by a key of the installation.
+    shadowed = f"SELECT answer FROM shadows WHERE {asked}"
     said = of_answers(f"SELECT id FROM observations WHERE {asked}")
     own = {table: f"{asked} OR {said[table]}" for table in ("feedback", "metrics", "shadows")}
-    where = {**said, **own, "observations": asked}
+    scores = f"{said['evaluations']} OR request IN ({shadowed})"
+    where = {**said, **own, "evaluations": scores, "observations": f"{asked} OR id IN ({shadowed})"}
     return Removal(ledger, lambda _: where, list(keys), "key", keys)
 
 

@@ -238,6 +238,7 @@ class Apart:
         self._process: subprocess.Popen[bytes] | None = None
         # Answers come back in request order, so threads must take turns.
         self._turn = threading.Lock()
+        self._is_closed = False
         self._start()
 
     def ask(self, asked: tuple[Any, ...], timeout_s: float) -> tuple[Any, str | None]:
@@ -246,8 +247,10 @@ class Apart:
             return self._ask(asked, timeout_s)
 
     def _ask(self, asked: tuple[Any, ...], timeout_s: float) -> tuple[Any, str | None]:
+        if self._is_closed:
+            return 0.0, "closed"
         if self._process is None or self._process.poll() is not None:
-            self.close()
+            self._kill()
             try:
                 self._start()
             except ConfigError:
@@ -256,16 +259,23 @@ class Apart:
         try:
             self._pipe.send(asked)
             if not self._pipe.poll(timeout_s):
-                self.close()
+                self._kill()
                 return 0.0, "timeout"
             answer, fault = self._pipe.recv()
         except (EOFError, OSError):
-            self.close()
+            self._kill()
             return 0.0, "died"
         return answer, fault
 
     def close(self) -> None:
-        """Kill the process."""
+        """Kill the process for good; an answer that it computes now, and those that wait, get no score."""
+        self._is_closed = True
+        if (process := self._process) is not None:
+            process.kill()
+        with self._turn:
+            self._kill()
+
+    def _kill(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -282,7 +292,7 @@ class Apart:
         )
         theirs.close()
         if not self._pipe.poll(START_S):
-            self.close()
+            self._kill()
             raise ConfigError(
                 f"The {self._what} {self._kind!r} took more than {START_S:g} s to load. Make its import "
                 "faster."
@@ -294,5 +304,5 @@ class Apart:
                 f"The {self._what} {self._kind!r} ended its process while it was loading. Check its module."
             )
         if refusal:
-            self.close()
+            self._kill()
             raise ConfigError(refusal)

@@ -239,7 +239,8 @@ def _judged(
     said = ""
     if release.settings.get("evaluators"):
         said = costs_in_words(evaluator_uses(ledger, release), shadow_cost(ledger, release))
-        shadow = ShadowReader(release).read(ledger, release).guards
+        if ReleaseConfig.stored(release.settings).shadow_evaluators:
+            shadow = ShadowReader(release).read(ledger, release).guards
     if release.canary_started_at is not None:
         seen = CanaryReader(release).read(ledger, release)
         guards, observed, said = seen.guards, seen.observed, f"{seen.feedback.sentence()} {said}".strip()

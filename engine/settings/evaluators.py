@@ -1,6 +1,5 @@
 """Settings of an evaluator: who judges users' live answers, how often, and what follows from it."""
 
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -52,7 +51,11 @@ class EvaluatorConfig(Settings):
     rubric: str | None = Field(
         None, min_length=1, max_length=20_000, description="Have the judge score answers by this text."
     )
-    key_file: Path | None = Field(None, description="Read the API key of the judge from this file.")
+    key_file: str | None = Field(
+        None,
+        pattern=r"^[\w.-]{1,64}$",
+        description="Read the API key of the judge from this file in the directory judges/ of the state.",
+    )
 
     @model_validator(mode="after")
     def _judge_has_its_settings(self) -> Self:

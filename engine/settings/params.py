@@ -352,13 +352,15 @@ def _beside(here: Path, policy: PolicyConfig) -> PolicyConfig:
 class SettingsLoader(yaml.SafeLoader):
     """Refuses a mapping that has a key twice: YAML's own reader would keep the last one silently."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """Return the next mapping as it is written; what it merges from others comes later."""
+        node = super().compose_mapping_node(anchor)
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if doubled := next((key for key in keys if keys.count(key) > 1), None):
-            raise yaml.constructor.ConstructorError(
+            raise yaml.composer.ComposerError(
                 None, None, f"the key {doubled!r} is there twice", node.start_mark
             )
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:

@@ -292,8 +292,8 @@ class ControllerConfig(ServiceConfig):
     observations_days: int | None = Field(
         None,
         ge=1,
-        description="Delete observations of requests, and what belongs to them, after this many days. Empty: keep "
-        "them.",
+        description="Delete observations of requests, and what belongs to them, after this many days. Empty: "
+        "keep them.",
     )
     archive: str | None = Field(
         None,

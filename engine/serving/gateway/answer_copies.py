@@ -120,6 +120,9 @@ class AnswerCopies:
         answer = call.answer
         if call.purpose != "user" or answer.final_status != 200 or answer.first_at is None:
             return
+        if call.state.copied is None:
+            # Nobody asks any more, and nothing would remove it.
+            return
         self._times.append((answer.is_stream, answer.first_at - started))
         if recorder is not None and recorder.is_whole and answer.outcome is not None:
             self._keep(call, recorder)

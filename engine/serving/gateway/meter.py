@@ -223,12 +223,15 @@ class FairShare:
 
 @dataclass(slots=True)
 class Bill:
-    """What the meter knows of a call: its row in the usage log and the row's number, its tag in the queue."""
+    """What the meter knows of a call: its row in the usage log and the row's number, its tag in the queue.
+
+    A shadow's call has no tag.
+    """
 
     account: Account
     asked: Metered
     number: int
-    tag: float
+    tag: float | None
 
 
 class Meter:
@@ -321,10 +324,10 @@ class Meter:
                 said = f"The usage of this request cannot be recorded: {error}. Try again."
                 raise ServiceError(said) from None
             raise
-        tag = self._fair.enter(call.tenant.name, tokens, call.tenant.weight)
-        # A shadow's answer, which nobody waits for, is computed when nothing else is to be.
-        behind = BEHIND_ALL if call.purpose == "shadow" else 0
-        call.bill, call.priority = Bill(account, asked, number, tag), int(tag) + behind
+        # Nobody waits for a shadow's answer, so it has no place among the tenants: all others come before it.
+        is_shadow = call.purpose == "shadow"
+        tag = None if is_shadow else self._fair.enter(call.tenant.name, tokens, call.tenant.weight)
+        call.bill, call.priority = Bill(account, asked, number, tag), BEHIND_ALL if tag is None else int(tag)
 
     def _enter(self, account: Account, tokens: int) -> None:
         """Take a call's place and its share of the minute. Raises `LimitReached`, as `open` does."""
@@ -376,7 +379,8 @@ class Meter:
             used = prompt, asked.reserved - prompt
         if asked.revision != digest:
             asked = asked._replace(revision=digest)
-        self._fair.leave(bill.tag)
+        if bill.tag is not None:
+            self._fair.leave(bill.tag)
         self._leave(bill.account, 0 if used is None else asked.reserved - sum(used))
         self._usage.end(bill.number, asked, call.answer.fault or call.answer.status, used)
         if used is None:

@@ -8,7 +8,7 @@ import pytest
 from engine.catalog.records import Release
 from engine.evaluation import scorer as module
 from engine.evaluation.evaluators import Scored
-from engine.evaluation.scorer import Answered, Scorer
+from engine.evaluation.scorer import NOT_ASKED, Answered, Scorer
 from engine.settings.evaluators import EvaluatorConfig
 
 RELEASE = Release("r1", "sums", "new", "old", "canary", 0.2, "running", {}, 0.0, 0.0)
@@ -72,7 +72,7 @@ def test_each_answer_has_its_own_score_in_whatever_order_it_was_shown(clock: Clo
     scorer, evaluator, rows = working(as_numbers, per_minute=60_000)
     for _ in range(20):
         clock.sleep(1)
-        assert scorer.score("q", [answer("0.25", "a"), answer("0.75", "b")], {}) == [0.25, 0.75]
+        assert scorer.score("q", [answer("0.25", "a"), answer("0.75", "b")], {}).scores == [0.25, 0.75]
     assert sorted(map(tuple, evaluator.asked))[0] != sorted(map(tuple, evaluator.asked))[-1]
     assert {(row["request"], row["score"], row["seconds"]) for row in rows} == {
         ("a", 0.25, 0.25),
@@ -107,13 +107,13 @@ def test_its_budget_is_the_end_also_after_a_restart(clock: Clock) -> None:
         scorer.score("q", [answer("1")], {})
     assert (len(evaluator.asked), scorer.is_ready) == (4, False)
     again, _, _ = working(as_numbers, spent=2.0, budget=2)
-    assert (again.score("q", [answer("1")], {}), again.is_ready) == (None, False)
+    assert (again.score("q", [answer("1")], {}), again.is_ready) == (NOT_ASKED, False)
 
 
 def test_what_may_pass_is_tried_again_and_every_attempt_costs(clock: Clock) -> None:
     replies = [Scored(None, "status 503", 0.1, may_pass=True), Scored([1.0], None, 0.2, 30)]
     scorer, evaluator, rows = working(lambda _: replies.pop(0))
-    assert scorer.score("q", [answer("1")], {}) == [1.0]
+    assert scorer.score("q", [answer("1")], {}).scores == [1.0]
     assert (len(evaluator.asked), rows[0]["tokens"], round(rows[0]["seconds"], 6)) == (2, 30, 0.3)
 
 
@@ -131,10 +131,27 @@ def test_one_that_is_away_rests_longer_and_longer_and_comes_back(clock: Clock) -
     assert 100 < len(rows) < 200
     is_away = False
     clock.sleep(module.REST_S)
-    assert scorer.score("q", [answer("1")], {}) == [1.0]
+    assert scorer.score("q", [answer("1")], {}).scores == [1.0]
 
 
 def test_a_fault_of_the_answer_is_not_tried_again(clock: Clock) -> None:
     scorer, evaluator, _ = working(lambda _: Scored(None, "returned text"))
-    assert scorer.score("q", [answer("1")], {}) is None
+    assert scorer.score("q", [answer("1")], {}).fault == "returned text"
     assert len(evaluator.asked) == 1
+
+
+def test_an_evaluator_that_raises_has_a_fault_and_goes_on(clock: Clock) -> None:
+    def reply(answers: Sequence[str]) -> Scored:
+        return as_numbers(answers) if answers == ["1"] else Scored([], None, 1 / 0)
+
+    scorer, _, rows = working(reply, per_minute=60_000)
+    assert scorer.score("q", [answer("2")], {}).fault == "raised ZeroDivisionError"
+    clock.sleep(1)
+    assert scorer.score("q", [answer("1")], {}).scores == [1.0]
+    assert [row["fault"] for row in rows] == ["raised ZeroDivisionError", None]
+
+
+def test_retries_end_with_the_budget(clock: Clock) -> None:
+    scorer, evaluator, _ = working(lambda _: Scored(None, "timeout", 9.0, 50, may_pass=True), budget=60)
+    assert scorer.score("q", [answer("1")], {}).fault == "timeout"
+    assert (len(evaluator.asked), scorer.is_ready) == (2, False)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,7 +17,10 @@ from engine.catalog.opening import whole_catalog
 from engine.catalog.records import Release, Replica
 from engine.evaluation.conversations import exchange_of
 from engine.evaluation.evaluation import EvaluationLoop
+from engine.evaluation.evaluators import Scored
+from engine.evaluation.scorer import NOT_ASKED
 from engine.evaluation.shadow import ALONE_S, LEAST_TIMES, REST_S, Question, Shadow, UsersTimes
+from engine.settings.evaluators import EvaluatorConfig
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
 from tests.helpers.live import eventually
@@ -70,15 +74,17 @@ class FakeEngine:
         return Question(copy, exchange, self.client)
 
 
-class Scored:
+class NotedScorer:
     """A scorer that notes what it is asked."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, list[tuple[str, str]]]] = []
-        self.is_ready = True
+        self.is_ready, self.said = True, Scored([1.0, 0.0])
+        self.config = EvaluatorConfig(kind="python:examples.evaluator:sums")
 
-    def score(self, question: str, answers: Any, context: Any) -> None:
+    def score(self, question: str, answers: Any, context: Any) -> Scored:
         self.asked.append((question, [(one.request, one.text) for one in answers]))
+        return self.said
 
 
 @pytest.fixture
@@ -87,8 +93,8 @@ def rows() -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def scorer() -> Scored:
-    return Scored()
+def scorer() -> NotedScorer:
+    return NotedScorer()
 
 
 def times_beside() -> UsersTimes:
@@ -101,7 +107,7 @@ RELEASE = Release("r1", "sorting", NEW, OLD, "shadow", 0.2, "running", {}, 0.0, 
 
 
 @pytest.fixture
-def shadow(rows: list[dict[str, Any]], scorer: Scored) -> Iterator[Shadow]:
+def shadow(rows: list[dict[str, Any]], scorer: NotedScorer) -> Iterator[Shadow]:
     shadow = Shadow(RELEASE, [scorer], lambda _table, **row: rows.append(row), {"u3"})
     shadow.times = times_beside()
     yield shadow
@@ -109,7 +115,7 @@ def shadow(rows: list[dict[str, Any]], scorer: Scored) -> Iterator[Shadow]:
 
 
 def test_the_revision_is_asked_what_the_user_asked_and_both_answers_are_compared(
-    shadow: Shadow, scorer: Scored, rows: list[dict[str, Any]]
+    shadow: Shadow, scorer: NotedScorer, rows: list[dict[str, Any]]
 ) -> None:
     engine = FakeEngine()
     shadow.take(engine.question(copy_of(1, temperature=0.5, stream=True)))
@@ -148,7 +154,7 @@ def test_a_unit_is_asked_once_and_only_for_its_first_turn(shadow: Shadow, rows: 
 
 @pytest.mark.parametrize(("status", "count"), [(500, 1), (503, 0), (429, 0), (410, 0)])
 def test_only_the_revisions_own_faults_are_told(
-    shadow: Shadow, rows: list[dict[str, Any]], scorer: Scored, status: int, count: int
+    shadow: Shadow, rows: list[dict[str, Any]], scorer: NotedScorer, status: int, count: int
 ) -> None:
     engine = FakeEngine(lambda _: (status, "7"))
     shadow.take(engine.question(copy_of(1)))
@@ -157,7 +163,7 @@ def test_only_the_revisions_own_faults_are_told(
     assert (len(rows), scorer.asked) == (count, [])
 
 
-def test_nothing_is_asked_while_an_evaluator_is_away(shadow: Shadow, scorer: Scored) -> None:
+def test_nothing_is_asked_while_an_evaluator_is_away(shadow: Shadow, scorer: NotedScorer) -> None:
     engine = FakeEngine()
     scorer.is_ready = False
     shadow.take(engine.question(copy_of(1)))
@@ -180,6 +186,64 @@ def test_it_rests_while_users_wait_longer_beside_it() -> None:
     assert not times.lets_pass
     now += REST_S
     assert times.lets_pass
+
+
+def test_one_that_decides_nothing_holds_nobody_up(shadow: Shadow, scorer: NotedScorer) -> None:
+    engine = FakeEngine()
+    scorer.config = scorer.config.model_copy(update={"decides": "nothing"})
+    scorer.is_ready, scorer.said = False, NOT_ASKED
+    shadow.take(engine.question(copy_of(1)))
+    assert eventually(lambda: len(engine.asked) == 1)
+
+
+def test_a_unit_without_scores_is_met_again(
+    shadow: Shadow, rows: list[dict[str, Any]], scorer: NotedScorer
+) -> None:
+    engine = FakeEngine()
+    scorer.said = Scored(None, "unreachable", may_pass=True)
+    shadow.take(engine.question(copy_of(1)))
+    assert eventually(lambda: len(scorer.asked) == 1)
+    scorer.said = Scored([1.0, 0.0])
+    shadow.take(engine.question(copy_of(2, unit="u1")))
+    assert eventually(lambda: len(rows) == 1)
+    assert rows[0]["unit"] == "u1"
+
+
+def test_a_closed_shadow_asks_no_more(shadow: Shadow, rows: list[dict[str, Any]]) -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    def reply(body: dict[str, Any]) -> tuple[int, str]:
+        began.set()
+        ended.wait(10)
+        return 200, "7"
+
+    engine = FakeEngine(reply)
+    for number in range(4, 9):
+        shadow.take(engine.question(copy_of(number)))
+    assert began.wait(10)
+    shadow.close()
+    ended.set()
+    time.sleep(0.3)
+    assert (len(engine.asked), rows) == (1, [])
+
+
+def test_times_are_beside_it_as_long_as_it_asks(shadow: Shadow) -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    def reply(body: dict[str, Any]) -> tuple[int, str]:
+        began.set()
+        ended.wait(10)
+        return 200, "7"
+
+    engine, other = FakeEngine(reply), FakeEngine()
+    seen = list[tuple[bool, int]]()
+    shadow.times.add = lambda times, is_beside, name: seen.append((is_beside, len(times)))  # type: ignore[method-assign]
+    shadow.take(engine.question(copy_of(4)))
+    assert began.wait(10)
+    for one in (engine, engine, other):
+        shadow.note_times({"whole": []}, one.client)
+    ended.set()
+    assert seen == [(True, 1), (True, 1), (False, 1)]
 
 
 @pytest.mark.parametrize(("longer", "rests"), [(1.0, 0.0), (1.6, 1.0)])
