@@ -33,6 +33,8 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     die_with_parent(os.getppid())
+    # On shared cores the engine's users go first; its children inherit it.
+    os.nice(10)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         params = load_params(arguments.params)

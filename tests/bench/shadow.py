@@ -4,7 +4,7 @@
 
 One engine with its controller and the evaluators' process. Users stream answers at half of what the engine
 can do, which is found first. Phases without a release and phases in which a release is in its shadow
-alternate, with the same arrivals. `users_ttft_p95_ratio` is their warm TTFT p95 with the shadow over without,
+alternate. `users_ttft_p95_ratio` is their warm TTFT p95 with the shadow over without,
 and `shadow_share` the shadow's answers for each answer of theirs meanwhile; each pair of phases gives one of
 each. The evaluator `examples.evaluator:sums` scores both answers, and the evaluators' process with the
 function's own is part of what users meet; its start is not. Reported: the engine's seconds for an answer of
@@ -27,7 +27,6 @@ from pathlib import Path
 import _made
 import _record as record
 import _served
-from _rollback_release import wait
 from _run import Run, options, start
 from _traffic import Answer, Ask, Client, Server, arrivals
 from rollback import running
@@ -45,8 +44,9 @@ TOKENS = 16
 PROBES, UNDER_WAY, LOAD = 250, 32, 0.5
 # Of a phase without the shadow, and with it, in the short form and the long one.
 PHASES_S = {False: (8.0, 12.0), True: (12.0, 20.0)}
-# Until the evaluators' process has ended, and until its rows are in the controller's hands.
-END_S, WRITTEN_S = 2.0, 1.5
+# Until the evaluators' process has ended, until users find the engine at work, until the shadow has its first
+# answer, and until its rows are in the controller's hands.
+END_S, EMPTY_S, START_S, WRITTEN_S = 2.0, 1.0, 8.0, 1.5
 # A pause between two of its answers that is no rest.
 LEAST_REST_S = 5.0
 # Never clear and never enough: the revision's answers are neither better nor worse.
@@ -63,6 +63,7 @@ SHADOWED = """
         SELECT 1 FROM evaluations WHERE evaluations.request = mine.id AND score IS NOT NULL
     )
     FROM observations mine JOIN shadows ON shadows.answer = mine.id WHERE shadows.release = $release
+        AND mine."at" <= $until
     ORDER BY mine."at"
 """
 
@@ -93,7 +94,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Shadowed:
-    """The shadow's answers in a phase: when each ended (epoch seconds), and the engine's seconds for it."""
+    """The shadow's answers: when each came (epoch seconds), and the engine's seconds for it."""
 
     ends: Sequence[float]
     seconds: Sequence[float]
@@ -143,21 +144,20 @@ def p95(answers: Sequence[Answer]) -> float:
     return sorted(one.ttft for one in answers)[math.ceil(0.95 * len(answers)) - 1]
 
 
-def answers_of(live: Site, release: str, began: float, ended: float) -> Shadowed:
-    """Return what the ledger has of the shadow's answers between two moments."""
+def answers_of(live: Site, release: str, until: float) -> Shadowed:
+    """Return what the ledger has of the answers of a release's shadow until a moment."""
     time.sleep(WRITTEN_S)
     live.controller.publish_ledger()
     with open_snapshot(live.params.paths.ledger_snapshot) as ledger:
-        rows = ledger.execute(SHADOWED, {"release": release}).fetchall()
-    chosen = [row for row in rows if began <= row[0] <= ended]
+        rows = ledger.execute(SHADOWED, {"release": release, "until": until}).fetchall()
     return Shadowed(
-        [at for at, _, _ in chosen], [seconds for _, seconds, _ in chosen], sum(not one for *_, one in chosen)
+        [at for at, _, _ in rows], [seconds for _, seconds, _ in rows], sum(not one for *_, one in rows)
     )
 
 
-def rested_s(shadowed: Shadowed, began: float, ended: float) -> float:
+def rested_s(shadowed: Shadowed, ended: float) -> float:
     """Return the seconds of all pauses that are too long for work under way."""
-    gaps = [later - earlier for earlier, later in pairwise([began, *shadowed.ends, ended])]
+    gaps = [later - earlier for earlier, later in pairwise([*shadowed.ends, ended])]
     return sum(gap for gap in gaps if gap >= LEAST_REST_S)
 
 
@@ -171,17 +171,6 @@ def shadow(live: Site) -> Iterator[str]:
         yield release
     finally:
         live.controller.hold(release, "Measured.", "bench")
-
-
-def begin(live: Site, client: Client, release: str, rate: float) -> None:
-    """Ask as users do until the shadow has answered: the evaluators' process has started then."""
-
-    def has_answered() -> bool:
-        client.ask(live.server, asks(random.Random(), arrivals(random.Random(1), rate, 2.0)))
-        with open_snapshot(live.params.paths.ledger_snapshot) as ledger:
-            return bool(ledger.execute(SHADOWED, {"release": release}).fetchall())
-
-    wait(has_answered, "the first answer of the shadow")
 
 
 def pair(live: Site, client: Client, rate: float, found: Found, number: int) -> dict[str, float]:
@@ -203,9 +192,8 @@ def pair(live: Site, client: Client, rate: float, found: Found, number: int) -> 
 
 
 def users(live: Site, client: Client, rate: float, number: int, seconds: float, found: Found) -> list[Answer]:
-    """Return the answers of a phase's users; a pair's phases have the same arrivals as far as both go."""
-    times = arrivals(random.Random(number), rate, seconds)
-    answers = client.ask(live.server, asks(random.Random(), times))
+    """Return the answers of users who ask for so many seconds."""
+    answers = client.ask(live.server, asks(random.Random(), arrivals(random.Random(number), rate, seconds)))
     found.faults += [one.fault or f"{len(one.ids)} tokens" for one in answers if not one.is_right]
     return answers
 
@@ -214,26 +202,30 @@ def alone(live: Site, client: Client, rate: float, found: Found, number: int) ->
     """Return the TTFT p95 without a release, evaluators and copies of answers."""
     users(live, client, rate, number, END_S, found)
     live.engine.copies({}, 1)
-    return {"alone": p95(users(live, client, rate, number, found.phases_s[0], found))}
+    answers = users(live, client, rate, number, EMPTY_S + found.phases_s[0], found)
+    return {"alone": p95([one for one in answers if one.ask.at >= EMPTY_S])}
 
 
 def beside(live: Site, client: Client, rate: float, found: Found, number: int) -> dict[str, float]:
-    """Return the TTFT p95 beside a shadow, and the shadow's share."""
+    """Return the TTFT p95 beside a shadow as of its first answer, and the shadow's share."""
     with shadow(live) as release:
-        begin(live, client, release, rate)
         began = time.time()
-        answers = users(live, client, rate, number, found.phases_s[1], found)
+        answers = users(live, client, rate, number, START_S + found.phases_s[1], found)
         ended = time.time()
-        shadowed = answers_of(live, release, began, ended)
+        shadowed = answers_of(live, release, ended)
         row = live.controller.release(release)
     if (row["state"], row["step"]) != ("running", "shadow"):
         found.faults.append(f"The release was {row['state']} in {row['step']}: {row['reason']}")
+    first = shadowed.ends[0] if shadowed.ends else ended
+    met = [one for one in answers if began + one.ask.at >= first]
+    if ended - first < found.phases_s[1] / 2:
+        raise RuntimeError(f"The shadow's first answer came {first - began:.1f} s after its release.")
     # An evaluator that is busy skips an answer now and then; one that never scores compares nothing.
-    if shadowed.ends and shadowed.unscored > len(shadowed.ends) / 10:
+    if shadowed.unscored > len(shadowed.ends) / 10:
         found.faults.append(f"{shadowed.unscored} of {len(shadowed.ends)} answers have no score.")
     found.seconds += shadowed.seconds
-    found.rested.append(rested_s(shadowed, began, ended) / (ended - began))
-    return {"beside": p95(answers), "shadow_share": len(shadowed.ends) / len(answers)}
+    found.rested.append(rested_s(shadowed, ended) / (ended - first))
+    return {"beside": p95(met), "shadow_share": len(shadowed.ends) / len(met)}
 
 
 def measure(run: Run, live: Site, suffix: str) -> Found:

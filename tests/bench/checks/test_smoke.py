@@ -4,6 +4,7 @@ What is made takes known times, so that figures are known too; what real service
 measure, and what test_rollback.py, test_catalog.py and test_scale.py start.
 """
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -201,11 +202,9 @@ def scale(bench: ModuleType, patch: pytest.MonkeyPatch, base: Path) -> tuple[lis
 
 
 def shadow(bench: ModuleType, patch: pytest.MonkeyPatch, base: Path) -> tuple[list[str], dict[str, Any]]:
-    def answers(seconds: float) -> list[Any]:
-        return [Made(ttft=seconds, is_right=True)] * 20
-
     def asked(live: Any, client: Any, rate: float, number: int, seconds: float, found: Any) -> list[Any]:
-        return answers(0.21 if seconds == bench.PHASES_S[True][1] else 0.2)
+        is_beside = seconds == bench.START_S + bench.PHASES_S[True][1]
+        return [Made(ttft=0.21 if is_beside else 0.2, ask=Made(at=9.0), is_right=True)] * 20
 
     controller = Made(
         start_release=given({"id": "r"}), hold=given(None),
@@ -213,14 +212,11 @@ def shadow(bench: ModuleType, patch: pytest.MonkeyPatch, base: Path) -> tuple[li
     )  # fmt: skip
     live = Made(controller=controller, engine=Made(copies=given(None)), server=None, revision="d")
     replace(bench, patch, site=within(live), Client=within(Made(cpu_share=0.1)), bearable=given(20.0))
-    replace(bench, patch, users=asked, begin=given(None), END_S=0.0)
-    replace(bench, patch, answers_of=given(bench.Shadowed([1.0] * 4, [0.3] * 4, 0)))
-    wanted = {
-        "users_ttft_p95_ratio": pytest.approx(1.05),
-        "shadow_share": 0.2,
-        "users_per_s.tiny-dense": 10.0,
-    }
-    return ["--long"], wanted
+    clock = itertools.count(0.0, 20.0)
+    replace(bench, patch, users=asked, time=Made(time=lambda: next(clock)))
+    replace(bench, patch, answers_of=lambda *_: bench.Shadowed([next(clock) - 39.0] * 4, [0.3] * 4, 0))
+    wanted = {"users_ttft_p95_ratio": pytest.approx(1.05), "shadow_share": 0.2}
+    return ["--long"], wanted | {"users_per_s.tiny-dense": 10.0}
 
 
 def storm(bench: ModuleType, patch: pytest.MonkeyPatch, base: Path) -> tuple[list[str], dict[str, Any]]:

@@ -71,6 +71,7 @@ def test_kills_of_evaluators_controller_and_engine_lose_and_double_nothing(brake
         assert eventually(lambda: live.scores(release) >= 4, 60)
 
         killed, functions = live.evaluator()
+        assert [one.nice() for one in (killed, *functions)] == [10, 10]
         killed.kill()
         assert eventually(lambda: have_ended(functions), 5)
         assert goes_on(live, release)
