@@ -36,7 +36,7 @@ TEMPLATES = {
     "graftwork-slack": (
         "{\"text\": {{ ('*' ~ event.event.removeprefix('graftwork.') ~ '* ' ~ "
         f"((event.payload.revision or event.resource.name) ~ ': ' ~ event.payload.reason) {ESCAPED} ~ "
-        "' <' ~ event.payload.link ~ '|More>') | tojson }}}"
+        "(' <' ~ event.payload.link ~ '|More>' if event.payload.link else '')) | tojson }}}"
     ),
     "graftwork-webhook": (
         '{"id": {{ event.id | string | tojson }}, "event": {{ event.event | tojson }}, '

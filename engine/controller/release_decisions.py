@@ -1,7 +1,7 @@
 """Decisions that people make: start, approve, pause, hold, promote, restore, roll back, lift, freeze.
 
-A person may skip score and canary, but never a tombstone, the effect probe or a freeze. A freeze and a pause
-allow rollbacks.
+A person may skip score, shadow and canary, but never a tombstone, the effect probe or a freeze. A freeze and
+a pause allow rollbacks.
 """
 
 import threading

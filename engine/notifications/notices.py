@@ -92,7 +92,7 @@ def _add(
 
 def event_of(notice: Notice) -> dict[str, Any]:
     """Return a notification as an event of Prefect's API."""
-    kind = "controller" if notice.name.startswith("graftwork.alarm.") else "engine"
+    kind = "engine" if notice.name.startswith("graftwork.engine.") else "controller"
     about = f"graftwork.policy.{notice.policy}" if notice.policy else f"graftwork.{kind}"
     revision = served_name(notice.policy, notice.revision) if notice.revision else ""
     resource = {

@@ -169,6 +169,22 @@ def test_what_some_keys_asked_is_left_in_no_file(asked: Path) -> None:
         assert f"{SECRET}theirs".encode() not in file.read_bytes(), file
 
 
+def test_a_shadows_answer_goes_with_the_question_that_it_answers(asked: Path) -> None:
+    """It was asked for by a key of the installation."""
+    spool = Spool(asked / "spool", "shadow")
+    for key in ("theirs", "ours"):
+        spool.emit("shadows", id=f"s {key}", request=f"q {key}", answer=f"a {key}", policy="p", key=key)
+        spool.emit("observations", id=f"a {key}", policy="p", key="local", purpose="shadow", at=1.0)
+        spool.emit("evaluations", id=f"e {key}", request=f"a {key}", policy="p", evaluator="of ours")
+    spool.close()
+    with closing(Ledger(asked / "ledger.duckdb")) as ledger:
+        removal = of_keys(ledger.path, ["theirs"])
+        purge(ledger, asked / "spool", asked / "ledger.snapshot.duckdb", removal)
+    for table, id in (("shadows", "s"), ("observations", "a"), ("evaluations", "e")):
+        left = rows(asked, f"SELECT id FROM {table} WHERE id LIKE '{id} %'")
+        assert left == [(f"{id} ours",)], table
+
+
 def test_observations_are_forgotten_from_a_time_on(asked: Path) -> None:
     snapshot = asked / "ledger.snapshot.duckdb"
     with closing(Ledger(asked / "ledger.duckdb")) as ledger:

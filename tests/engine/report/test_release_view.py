@@ -53,19 +53,27 @@ def test_it_shows_weights_intervals_guards_and_the_reason(params: Params, releas
     assert "share of users 10%, 25%, 50%, 95%" in page
 
 
-def test_a_running_release_shows_what_the_guards_say_now(params: Params, release: Release) -> None:
+@pytest.mark.parametrize("evaluator", [None, "nothing", "both"])
+def test_a_running_release_shows_what_the_guards_say_now(
+    params: Params, release: Release, evaluator: str | None
+) -> None:
+    """Whether there is a shadow, which an evaluator that decides nothing does not make, or no evaluator."""
+    one = {"kind": "python:examples.evaluator:sums", "decides": evaluator}
+    settings = release.settings | ({"evaluators": {"sums": one}} if evaluator else {})
     with Catalog(params.paths.catalog_url) as catalog:
         running = replace(release, state="running", evidence={})
-        changes = {"state": "running", "evidence": {}}
+        changes = {"state": "running", "evidence": {}, "settings": settings}
         catalog.releases.update(running.id, release.version, **changes)
         try:
             shown, _ = page_of(params)
         finally:
-            back = {"state": release.state, "evidence": release.evidence}
+            back = {"state": release.state, "evidence": release.evidence, "settings": release.settings}
             catalog.releases.update(release.id, catalog.releases.get(release.id).version, **back)
-    assert {guard.guard for guard in shown.guards} == {
+    names = {guard.guard for guard in shown.guards} - {"score by sums"}
+    assert {name for name in names if not name.startswith("shadow: ")} == {
         row["guard"] for row in release.evidence["canary"]["guards"]
     }
+    assert ("shadow: score by sums" in names) == (evaluator == "both")
     assert "answers were rated" in shown.feedback
 
 

@@ -1,10 +1,13 @@
 """Settings of releases: the ramp, and what differs for a policy."""
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
+from engine.errors import ConfigError
 from engine.settings.model import explain
-from engine.settings.params import Params
+from engine.settings.params import Params, load_params
 from engine.settings.releases import BAKE_WEIGHT, ReleaseConfig
 
 
@@ -74,3 +77,23 @@ def test_a_release_that_an_earlier_version_started_keeps_its_settings() -> None:
     assert ReleaseConfig.stored(found.model_dump(mode="json")) == found
     with pytest.raises(ValidationError, match="max_seconds"):
         ReleaseConfig.model_validate({"max_seconds": 700})
+
+
+def test_two_evaluators_of_one_name_are_refused_and_merged_mappings_are_not(tmp_path: Path) -> None:
+    file = tmp_path / "params.yaml"
+    sums = 'sums: {kind: "python:examples.evaluator:sums"}'
+    file.write_text(f"release:\n  evaluators:\n    {sums}\n    {sums}\n")
+    with pytest.raises(ConfigError, match="'sums' is there twice"):
+        load_params(file)
+    file.write_text(
+        "release: &all {weight: 0.3}\nreleases:\n  one: {<<: *all}\n  two: {<<: *all, weight: 0.1}\n"
+    )
+    params = load_params(file)
+    assert [params.release_of(name).weight for name in ("one", "two")] == [0.3, 0.1]
+
+
+def test_an_evaluators_module_must_be_listed(tmp_path: Path) -> None:
+    file = tmp_path / "params.yaml"
+    file.write_text('releases: {a: {evaluators: {x: {kind: "python:os:system"}}}}\n')
+    with pytest.raises(ConfigError, match="python_modules"):
+        load_params(file)
