@@ -29,7 +29,7 @@ OLDEST_S = 120.0
 # It rests for the first of these seconds in every so many, so that users are also met alone.
 ALONE_S, TURN_S = 2.0, 20.0
 # Users' times that are compared, at least and at most; beside it they may be longer by this share.
-LEAST_TIMES, MOST_TIMES, SUFFERS, REST_S = 20, 500, 1.1, 10.0
+LEAST_TIMES, MOST_TIMES, SUFFERS, REST_S = 100, 500, 1.2, 4.0
 # It is compared four times a second: fewer standard errors would often be luck.
 SURE = 4.0
 # Of an engine that stops or cannot read its catalog; other errors of a server are the revision's.
