@@ -87,7 +87,8 @@ class EvaluationLoop:
     def _clients(self, url: str) -> tuple[EngineClient, EngineClient]:
         if url not in self._engines:
             key = self._params.paths.local_key.read_text().strip()
-            self._engines[url] = tuple(EngineClient(url, key, "shadow", s) for s in (COPIES_S, ANSWER_S))
+            copying, answering = (EngineClient(url, key, "shadow", limit) for limit in (COPIES_S, ANSWER_S))
+            self._engines[url] = copying, answering
         return self._engines[url]
 
     def _take(
