@@ -30,7 +30,7 @@ def state(people: Operated) -> Path:
 
 
 def test_summary_has_the_form_that_is_promised(finished: dict[str, Any]) -> None:
-    assert set(finished) == {"seconds", "policies", "bad_revision", "stages"}
+    assert set(finished) == {"seconds", "policies", "bad_revision", "shadow", "stages"}
     assert [policy["name"] for policy in finished["policies"]] == NAMES
     for policy in finished["policies"]:
         assert set(policy) == {
@@ -49,6 +49,12 @@ def test_good_revisions_are_better_and_promoted(finished: dict[str, Any]) -> Non
         assert policy["verdict"] == "promote"
         assert policy["ci_low"] > policy["base_ci_high"]
         assert policy["revision_score"] >= policy["base_score"] + 0.30
+
+
+def test_an_evaluator_ends_the_bad_revision_in_its_shadow_before_a_user_meets_it(
+    finished: dict[str, Any],
+) -> None:
+    assert finished["shadow"] == {"verdict": "rollback", "exposed": 0}
 
 
 def test_bad_revision_is_rolled_back_and_answers_nobody_afterwards(finished: dict[str, Any]) -> None:
