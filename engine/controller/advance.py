@@ -196,7 +196,8 @@ def _shadow_harm(release: Release, evidence: Evidence) -> Action | None:
 
 
 def _uses(evidence: Evidence) -> str:
-    return costs_in_words(evidence.uses, evidence.shadow_cost)
+    has_any = evidence.uses or any(evidence.shadow_cost)
+    return costs_in_words(evidence.uses, evidence.shadow_cost) if has_any else ""
 
 
 def _approval(release: Release, evidence: Evidence) -> Action:

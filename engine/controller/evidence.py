@@ -11,18 +11,17 @@ from typing import NamedTuple
 from engine.catalog.catalog import Catalog, Release
 from engine.controller.advance import Evidence, LanguageScore, OfflineScore
 from engine.ledger.canaries import CanaryReader
-from engine.ledger.evaluations import evaluator_uses, shadow_cost
+from engine.ledger.evaluations import evaluator_uses
 from engine.ledger.ledger import Ledger
 from engine.ledger.queries import latest_scores, recent_units_per_s
 from engine.ledger.shadows import ShadowReader
 from engine.problems.general_text import GENERAL
 from engine.quality.canary import CanaryResult
 from engine.quality.estimate import paired_difference, perplexity
-from engine.quality.shadow import ShadowResult
 from engine.settings.releases import ReleaseConfig
 
-# The steps in which evaluators score answers, and one between them.
-EVALUATED = ("shadow", "approval", "canary")
+# The first step in which evaluators score answers, and those after it.
+SINCE_SHADOW = ("shadow", "approval", "canary")
 
 
 class EvidenceReader:
@@ -51,7 +50,8 @@ class EvidenceReader:
         """Return the current evidence for a release."""
         revision = self._catalog.revisions.get(release.policy, release.revision)
         stone = self._catalog.tombstones.find(release.policy, release.revision)
-        evaluates = bool(release.settings.get("evaluators")) and release.step in EVALUATED
+        evaluates = bool(release.settings.get("evaluators")) and release.step in SINCE_SHADOW
+        shadow = self._shadow(release, ledger) if evaluates else None
         return Evidence(
             now=time.time(),
             route=self._catalog.routes.get(release.policy),
@@ -66,9 +66,9 @@ class EvidenceReader:
             asked_s=self._since(release, "approval", (release.asked,)) if release.asked else 0.0,
             units_per_s=self._traffic(release, ledger),
             without=self._without(release, revision.base),
-            shadow=self._shadow(release, ledger),
+            shadow=shadow.result if shadow else None,
             uses=tuple(evaluator_uses(ledger.connection, release)) if evaluates else (),
-            shadow_cost=shadow_cost(ledger.connection, release) if evaluates else (0, 0.0, 0),
+            shadow_cost=shadow.cost if shadow else (0, 0.0, 0),
         )
 
     def forget(self, release_id: str) -> None:
@@ -121,18 +121,18 @@ class EvidenceReader:
             return LanguageScore(0, 0.0, 0.0)
         return LanguageScore(len(mine), perplexity(mine), perplexity(theirs))
 
-    def _shadow(self, release: Release, ledger: Ledger) -> ShadowResult | None:
-        """Return what the shadow has shown: later what it had, which no longer changes."""
-        if not release.settings.get("evaluators") or release.step not in EVALUATED:
-            return None
+    def _shadow(self, release: Release, ledger: Ledger) -> ShadowReader | None:
+        """Return what has read the shadow; after its gate that no longer changes."""
         if not ReleaseConfig.stored(release.settings).shadow_evaluators:
             return None
         self._renew(ledger)
-        if (known := self._shadows.get(release.id)) is None:
-            known = self._shadows[release.id] = ShadowReader(release)
-        elif release.step != "shadow":
-            return known.result
-        return known.read(ledger.connection, release)
+        reader = self._shadows.get(release.id)
+        is_new = reader is None
+        if reader is None:
+            reader = self._shadows[release.id] = ShadowReader(release)
+        if is_new or release.step == "shadow":
+            reader.read(ledger.connection, release)
+        return reader
 
     def _canary(self, release: Release, ledger: Ledger) -> CanaryResult:
         if release.canary_started_at is None:

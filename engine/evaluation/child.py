@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 from engine.catalog.catalog import Catalog
-from engine.evaluation.evaluation import has_evaluators
 from engine.settings.params import Params
+from engine.settings.releases import ReleaseConfig
 from engine.threads import PeriodicThread
 
 EVERY_S, STOP_S = 1.0, 5.0
@@ -23,7 +23,8 @@ class EvaluationProcess(PeriodicThread):
 
     def look(self) -> None:
         """Start or end the process, as the running releases need it."""
-        is_needed = any(has_evaluators(one) for one in self._catalog.releases.all(open_only=True))
+        running = self._catalog.releases.all(open_only=True)
+        is_needed = any(ReleaseConfig.stored(one.settings).asked_evaluators for one in running)
         if not is_needed:
             return self.end()
         if self._process is not None and (status := self._process.poll()) is not None:

@@ -56,7 +56,11 @@ class EvaluationLoop:
                 client.close()
 
     def _follow(self) -> None:
-        running = {one.id: one for one in self._catalog.releases.all(open_only=True) if has_evaluators(one)}
+        running = {
+            one.id: one
+            for one in self._catalog.releases.all(open_only=True)
+            if ReleaseConfig.stored(one.settings).asked_evaluators
+        }
         for ended in self._releases.keys() - running.keys():
             self._releases.pop(ended).close()
         for id, release in running.items():
@@ -105,9 +109,3 @@ class EvaluationLoop:
         for copy in told["copies"]:
             if copy["policy"] in evaluated:
                 evaluated[copy["policy"]].take(copy, answering.http)
-
-
-def has_evaluators(release: Release) -> bool:
-    """Return whether a release has evaluators that score answers here."""
-    evaluators = ReleaseConfig.stored(release.settings).evaluators
-    return any(not one.is_metric for one in evaluators.values())

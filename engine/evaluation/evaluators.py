@@ -38,22 +38,17 @@ class Evaluator(Protocol):
         """End what it has started."""
 
 
-class FunctionEvaluator:
-    """`python:MODULE:FUNC`, called with (question, answers, context) in a process of its own.
+class OwnProcessEvaluator:
+    """An evaluator in a process of its own, which scores one question's answers at a time."""
 
-    Raises `ConfigError` when it cannot be loaded.
-    """
-
-    def __init__(self, kind: str, timeout_s: float):
-        self._timeout_s, self._turn = timeout_s, threading.Lock()
-        self._process = Apart(kind, "engine.evaluation.function_process", "evaluator")
+    def __init__(self, process: Apart, timeout_s: float):
+        self._process, self._timeout_s, self._turn = process, timeout_s, threading.Lock()
 
     def score(self, question: str, answers: Sequence[str], context: dict[str, Any]) -> Scored:
-        """Return the function's scores."""
-        # Who waits for the turn costs nothing.
+        """Return the scores. Who waits for the turn costs nothing."""
         with self._turn:
             began = time.monotonic()
-            scores, fault = self._process.ask((question, list(answers), context), self._timeout_s)
+            scores, fault = self._ask(question, list(answers), context)
             seconds = time.monotonic() - began
         if fault is None and len(scores) != len(answers):
             fault = f"returned {len(scores)} scores for {len(answers)} answers"
@@ -63,8 +58,28 @@ class FunctionEvaluator:
         """End the process."""
         self._process.close()
 
+    def _ask(
+        self, question: str, answers: list[str], context: dict[str, Any]
+    ) -> tuple[list[float], str | None]:
+        raise NotImplementedError
 
-class VerifierEvaluator:
+
+class FunctionEvaluator(OwnProcessEvaluator):
+    """`python:MODULE:FUNC`, called with (question, answers, context).
+
+    Raises `ConfigError` when it cannot be loaded.
+    """
+
+    def __init__(self, kind: str, timeout_s: float):
+        super().__init__(Apart(kind, "engine.evaluation.function_process", "evaluator"), timeout_s)
+
+    def _ask(
+        self, question: str, answers: list[str], context: dict[str, Any]
+    ) -> tuple[list[float], str | None]:
+        return self._process.ask((question, answers, context), self._timeout_s)
+
+
+class VerifierEvaluator(OwnProcessEvaluator):
     """A policy's own verifier, where it needs no expected answer: a `python:` function, which is given "".
 
     Raises `ConfigError` for another verifier, or when it cannot be loaded.
@@ -76,20 +91,10 @@ class VerifierEvaluator:
                 f"The verifier {verifier!r} needs an expected answer, which users' questions do not have. "
                 "Name an evaluator of another kind, such as python:MODULE:FUNC."
             )
-        self._timeout_s, self._turn = timeout_s, threading.Lock()
-        self._process = Apart(verifier)
+        super().__init__(Apart(verifier), timeout_s)
 
-    def score(self, question: str, answers: Sequence[str], context: dict[str, Any]) -> Scored:
-        """Return the verifier's scores."""
-        with self._turn:
-            began, scores = time.monotonic(), []
-            for answer in answers:
-                score, fault = self._process.ask((question, "", answer), self._timeout_s)
-                if fault:
-                    return Scored(None, fault, time.monotonic() - began)
-                scores.append(score)
-            return Scored(scores, None, time.monotonic() - began)
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.close()
+    def _ask(
+        self, question: str, answers: list[str], context: dict[str, Any]
+    ) -> tuple[list[float], str | None]:
+        said = [self._process.ask((question, "", answer), self._timeout_s) for answer in answers]
+        return [score for score, _ in said], next((fault for _, fault in said if fault), None)

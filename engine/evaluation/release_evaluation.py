@@ -48,7 +48,7 @@ class ReleaseEvaluation:
     def __init__(self, release: Release, load: Load, emit: Emit, progress: EvaluationProgress):
         self.release, self._load, self._emit, self._progress = release, load, emit, progress
         self._settings = ReleaseConfig.stored(release.settings)
-        self._missing = {name for name, one in self._settings.evaluators.items() if not one.is_metric}
+        self._missing = set(self._settings.asked_evaluators)
         self._load_at = 0.0
         self._scorers: list[Scorer] = []
         self._pool = ThreadPoolExecutor(AT_ONCE, f"evaluation-{release.policy}")

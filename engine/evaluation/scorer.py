@@ -61,16 +61,12 @@ class Scorer:
     def is_ready(self) -> bool:
         """Whether it may score an answer now: within its rate and its budget, and not away."""
         with self._lock:
-            return self._refill() >= 1.0 and self._can_pay and not self._rests
+            return self._may_call()
 
-    @property
-    def _can_pay(self) -> bool:
-        """Whether the budget suffers another call, beside those under way."""
-        return self._spent + self._calls * self._price < self.config.budget
-
-    @property
-    def _rests(self) -> bool:
-        return time.monotonic() < self._rests_until
+    def _may_call(self) -> bool:
+        # Beside the calls under way.
+        can_pay = self._spent + self._calls * self._price < self.config.budget
+        return self._refill() >= 1.0 and can_pay and time.monotonic() >= self._rests_until
 
     def score(self, question: str, answers: Sequence[Answered], context: dict[str, Any]) -> Scored:
         """Score answers to one question, in random order, and emit a row for each; return what it said.
@@ -102,7 +98,7 @@ class Scorer:
 
     def _take(self, count: int) -> bool:
         with self._lock:
-            if self._refill() < 1.0 or not self._can_pay or self._rests:
+            if not self._may_call():
                 return False
             self._places -= count
             self._calls += 1

@@ -3,7 +3,7 @@
 import duckdb
 
 from engine.catalog.records import Release
-from engine.ledger.evaluations import ShadowPairRow, pair_scores, shadow_pairs
+from engine.ledger.evaluations import ShadowPairRow, pair_scores, shadow_cost, shadow_pairs
 from engine.quality.shadow import ShadowAnswer, ShadowJudge, ShadowPair, ShadowResult
 from engine.settings.releases import ReleaseConfig
 
@@ -16,6 +16,8 @@ class ShadowReader:
         self._judge = ShadowJudge(settings, release.baseline is None)
         self._rules = {name: one.version for name, one in settings.evaluators.items()}
         self._taken: set[str] = set()
+        # Its answers, the engine's seconds for them and their tokens.
+        self.cost: tuple[int, float, int] = (0, 0.0, 0)
 
     def read(self, ledger: duckdb.DuckDBPyConnection, release: Release) -> ShadowResult:
         """Take the pairs that are new, and return what all say."""
@@ -26,6 +28,7 @@ class ShadowReader:
                 mine, theirs = (self._of_rules(scores.get(id, {})) for id in (pair.answer, pair.request))
                 self._judge.observe(_pair(pair, mine, theirs))
                 self._taken.add(pair.id)
+            self.cost = shadow_cost(ledger, release)
         return self.result
 
     @property

@@ -7,11 +7,19 @@ required guard clear, so that none of its errors adds to another's. What is only
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.quality.budget import ErrorBudget
-from engine.quality.guards import RATIOS, Guard, GuardResult, QuantileGuard, RateGuard, RewardGuard
+from engine.quality.guards import (
+    RATIOS,
+    Guard,
+    GuardResult,
+    GuardResults,
+    QuantileGuard,
+    RateGuard,
+    RewardGuard,
+)
 from engine.settings.releases import GUARDS, GuardName, ReleaseConfig, score_guard
 
 # Statuses from here on are errors of engine or adapter; below, the user's own.
@@ -69,7 +77,7 @@ class FeedbackCounts:
 
 
 @dataclass(frozen=True)
-class CanaryResult:
+class CanaryResult(GuardResults):
     """Judged units and mean rewards of both arms, the bounds of the rewards' difference, and the guards.
 
     Units are those of the first guard that a promotion needs clear: rated, scored or answered ones;
@@ -90,32 +98,6 @@ class CanaryResult:
     segments: tuple[GuardResult, ...] = ()
     feedback: FeedbackCounts = field(default_factory=FeedbackCounts)
     observed: tuple[GuardResult, ...] = ()
-
-    @property
-    def harm(self) -> GuardResult | None:
-        """The first guard that found harm."""
-        return next((guard for guard in self.guards if guard.state == "harm"), None)
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether there are guards that a promotion needs clear, and all of them are."""
-        return bool(self.required) and all(guard.state == "clear" for guard in self.required)
-
-    @property
-    def required(self) -> list[GuardResult]:
-        """The guards that a promotion needs clear."""
-        return [guard for guard in self.guards if guard.required]
-
-    def summary(self) -> dict[str, Any]:
-        """Return the result for a row of JSON, which knows no infinity: a bound that is not known is None."""
-        return without_infinity(asdict(self))
-
-
-def without_infinity(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a result's row for JSON."""
-    for guard in (*row["guards"], *row.get("segments", ()), *row["observed"]):
-        guard["upper"] = guard["upper"] if guard["upper"] < float("inf") else None
-    return row
 
 
 class CanaryJudge:

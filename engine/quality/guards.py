@@ -6,8 +6,8 @@ clusters: a user counts once in a step, with the mean of the values, however man
 
 import math
 from collections import Counter
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
 
 from engine.quality.quantiles import QuantileSequence
 from engine.quality.rates import log_evidence
@@ -63,6 +63,38 @@ class GuardResult:
     def is_ratio(self) -> bool:
         """Whether the figure is a quotient."""
         return self.guard in RATIOS
+
+
+class GuardResults:
+    """What the guards of a canary or a shadow say together: the base of dataclasses that have these fields.
+
+    Those of `observed` decide nothing.
+    """
+
+    guards: tuple[GuardResult, ...]
+    observed: tuple[GuardResult, ...]
+
+    @property
+    def harm(self) -> GuardResult | None:
+        """The first guard that found harm."""
+        return next((guard for guard in self.guards if guard.state == "harm"), None)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether there are guards that must be clear, and all of them are."""
+        return bool(self.required) and all(guard.state == "clear" for guard in self.required)
+
+    @property
+    def required(self) -> list[GuardResult]:
+        """The guards that must be clear."""
+        return [guard for guard in self.guards if guard.required]
+
+    def summary(self) -> dict[str, Any]:
+        """Return the result for a row of JSON, which knows no infinity: a bound that is not known is None."""
+        row: dict[str, Any] = asdict(cast(Any, self))
+        for guard in (*row["guards"], *row.get("segments", ()), *row["observed"]):
+            guard["upper"] = guard["upper"] if guard["upper"] < math.inf else None
+        return row
 
 
 class Guard:

@@ -8,12 +8,11 @@ by their quantiles; times are not, since nobody waits for the revision's answer 
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from engine.quality.budget import SHADOWED, ErrorBudget
-from engine.quality.canary import COST_MARGIN, FAULTS, SERVER_ERROR, without_infinity
-from engine.quality.guards import Guard, GuardResult, QuantileGuard, State
+from engine.quality.canary import COST_MARGIN, FAULTS, SERVER_ERROR
+from engine.quality.guards import Guard, GuardResult, GuardResults, QuantileGuard, State
 from engine.quality.rates import log_evidence
 from engine.quality.sequential import MeanSequence, Unit
 from engine.settings.releases import GuardName, ReleaseConfig, score_guard
@@ -43,7 +42,7 @@ class ShadowPair:
 
 
 @dataclass(frozen=True)
-class ShadowResult:
+class ShadowResult(GuardResults):
     """What a shadow's guards say about `pairs` pairs; those of `observed` decide nothing.
 
     `units` are the pairs that every deciding evaluator scored: without its scores a shadow shows nothing.
@@ -53,25 +52,6 @@ class ShadowResult:
     units: int = 0
     guards: tuple[GuardResult, ...] = ()
     observed: tuple[GuardResult, ...] = ()
-
-    @property
-    def harm(self) -> GuardResult | None:
-        """The first guard that found harm."""
-        return next((guard for guard in self.guards if guard.state == "harm"), None)
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether there are evaluators that decide, and the guards of all of them are clear."""
-        return bool(self.required) and all(guard.state == "clear" for guard in self.required)
-
-    @property
-    def required(self) -> list[GuardResult]:
-        """The guards of the evaluators that decide."""
-        return [guard for guard in self.guards if guard.required]
-
-    def summary(self) -> dict[str, Any]:
-        """Return the result for a row of JSON, which knows no infinity: a bound that is not known is None."""
-        return without_infinity(asdict(self))
 
 
 class ShadowJudge:

@@ -132,13 +132,18 @@ class ReleaseConfig(Settings):
         return {name: one for name, one in self.evaluators.items() if one.decides != "nothing"}
 
     @property
+    def asked_evaluators(self) -> dict[str, EvaluatorConfig]:
+        """The evaluators that are asked for scores: all but metrics, which clients report."""
+        return {name: one for name, one in self.evaluators.items() if not one.is_metric}
+
+    @property
     def shadow_evaluators(self) -> dict[str, EvaluatorConfig]:
         """The evaluators that decide in the shadow; where there are none, the release has no shadow.
 
         Metrics do not: nobody reports them of an answer that no user saw.
         """
         deciding = self.deciding_evaluators if self.shadow else {}
-        return {name: one for name, one in deciding.items() if not one.is_metric}
+        return {name: one for name, one in self.asked_evaluators.items() if name in deciding}
 
     @model_validator(mode="after")
     def _ramp_only_grows(self) -> Self:

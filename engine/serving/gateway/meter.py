@@ -223,10 +223,7 @@ class FairShare:
 
 @dataclass(slots=True)
 class Bill:
-    """What the meter knows of a call: its row in the usage log and the row's number, its tag in the queue.
-
-    A shadow's call has no tag.
-    """
+    """What the meter knows of a call: its row in the usage log, its number, its tag (a shadow's: None)."""
 
     account: Account
     asked: Metered
@@ -325,8 +322,8 @@ class Meter:
                 raise ServiceError(said) from None
             raise
         # Nobody waits for a shadow's answer, so it has no place among the tenants: all others come before it.
-        is_shadow = call.purpose == "shadow"
-        tag = None if is_shadow else self._fair.enter(call.tenant.name, tokens, call.tenant.weight)
+        entered = call.purpose != "shadow"
+        tag = self._fair.enter(call.tenant.name, tokens, call.tenant.weight) if entered else None
         call.bill, call.priority = Bill(account, asked, number, tag), BEHIND_ALL if tag is None else int(tag)
 
     def _enter(self, account: Account, tokens: int) -> None:
