@@ -60,6 +60,8 @@ class Adapted:
     def scores(self) -> dict[str, str]:
         """Return the cells of the scores; the one on general text only where that was measured."""
         told = {"perplexity": " to ".join(f"{one.value:.2f}" for one in self.general)} if self.general else {}
+        if self.base and self.revision and self.base.held_out_loss is not None:
+            told["held-out loss"] = f"{self.base.held_out_loss:.3f} to {self.revision.held_out_loss:.3f}"
         scores = {"base score": interval_text(self.base), "revision score": interval_text(self.revision)}
         return {**scores, **told}
 

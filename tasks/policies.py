@@ -9,10 +9,11 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,25 +23,29 @@ from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from engine.base.fitting import fitted_policy, fitting_settings
-from engine.base.prompts import prompt_text, tokenizer_of
+from engine.base.prompts import answer_ids, prompt_text, tokenizer_of
 from engine.base.resident import BaseInfo, base_config, ensure_base
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.problems.general_text import GENERAL
 from engine.problems.jsonl import Check, Import, import_file, prompt_hash, read_rows
-from engine.problems.procedural import Problem
-from engine.problems.rows import Asked
+from engine.problems.procedural import VALIDATION, Problem
+from engine.problems.readers import read_file
+from engine.problems.rows import Asked, kind_of
 from engine.problems.verifiers import Verifier, foreign_reference
 from engine.problems.written_numbers import bare_number
 from engine.services import lifecycle as services
 from engine.settings.model import explain
-from engine.settings.own_functions import load_own, refuse_unlisted
+from engine.settings.own_functions import LIKELIHOODS, load_own, refuse_unlisted
 from engine.settings.params import POLICY_NAME, Params, policy_file
-from engine.settings.policies import PolicyConfig
+from engine.settings.policies import TAUGHT, Method, PolicyConfig
 from tasks.prompt_limits import PromptLimits
 from tasks.purge_record import reuse_purged_name
 from tasks.suites import Suite, freeze, load_suite
 
 TRAINING = "train.jsonl"
+# Passes over the data where none are given, and DPO's learning rate over the other methods': it moves away
+# from the base much faster.
+EPOCHS, DPO_RATE = {"sft": 3, "dpo": 1}, 0.1
 LOCK_S = 60
 NOTHING = (
     "The expected answer is empty, so a text that says nothing would be right. Write it, or drop the line."
@@ -50,7 +55,7 @@ README = """\
 # {name}
 
 Made by `graftwork policy create` from {source}, owner {owner}. `items.jsonl` is frozen; `train.jsonl` is
-what is trained on; `policy.yaml` holds the settings. An answer is judged by the verifier `{verifier}`.
+what is trained on; `policy.yaml` holds the settings. An answer is judged by `{verifier}`.
 
 ## Changes
 """
@@ -77,7 +82,7 @@ def create_policy(
     params: Params,
     name: str,
     data: Path,
-    verifier: str,
+    verifier: str | None = None,
     owner: str = "local",
     base: str | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -87,12 +92,20 @@ def create_policy(
 ) -> Created:
     """Create the policy `name` from a file that `readers` takes, or update it with newer data or settings.
 
+    Without a method in `settings` the data suggest one; without a `verifier` a policy of examples or pairs is
+    scored by the likelihood of its held-out answers.
+
     Raises `ConfigError` for an invalid name, setting, line, loss or verifier, `Conflict` when the name is
     another owner's, or was purged and `reuse_name` is False, and `BaseModelError` when the base's text files
     are not those that the catalog knows.
     """
     _refuse_taken(params, name, owner, base)
-    config = _settings(params, name, verifier, owner, settings or {})
+    known, settings = _own(params, name), settings or {}
+    method = settings.get("method") or (known.get("method", "grpo") if known else None)
+    if known and method == known.get("method", "grpo"):
+        verifier = verifier or known.get("verifier")
+    method, verifier = method_of(data, verifier, method)
+    config = _settings(params, name, verifier, owner, {**settings, "method": method})
     refuse_unlisted("verifier", config.verifier, params.python_modules)
     Verifier(config).close()
     reuse_purged_name(params, name, owner, reuse_name)
@@ -107,8 +120,10 @@ def create_policy(
         tokenizer = tokenizer_of(_known_base(params).path)
         limits = PromptLimits(params, config, tokenizer, data)
         check, training = check_for(verifier), Path(draft) / TRAINING
-        imported = import_file(data, training, items, check, on_progress, verifier, limits.add)
+        looked_at = training.with_name(VALIDATION) if method in TAUGHT else None
+        imported = import_file(data, training, items, check, on_progress, verifier, limits.add, looked_at)
         limits.refuse()
+        config = _with_steps(params, known, config, imported, settings)
         created = _write(params, name, config, imported, Path(draft), data, tokenizer)
     _register(params, name)
     return created
@@ -179,6 +194,45 @@ def _settings(
         refuse_unlisted("loss", config.loss, params.python_modules)
         load_own("loss", config.loss, "tokens, options")
     return config
+
+
+def method_of(source: Path, verifier: str | None, method: Method | None) -> tuple[Method, str]:
+    """Return the method and the verifier of a policy with this data, each as given or as the data suggest.
+
+    Raises `ConfigError` where the data leave it open, or do not fit the method.
+    """
+    kind = kind_of(next(read_file(source))[1])
+    if method == "dpo" or (kind == "pairs" and method is None):
+        return "dpo", verifier or "preference"
+    if method == "sft" or (method is None and verifier is None and kind == "examples"):
+        return "sft", verifier or "likelihood"
+    if verifier is None:
+        raise ConfigError(
+            f"{source} has questions with answers. Give --verifier, such as exact or numeric, to train by "
+            "reinforcement learning (grpo), or --method sft to learn the answers as they are written."
+        )
+    return "grpo", verifier
+
+
+def _with_steps(
+    params: Params,
+    known: Mapping[str, Any],
+    config: PolicyConfig,
+    imported: Import,
+    settings: Mapping[str, Any],
+) -> PolicyConfig:
+    """Return the settings with the steps of all epochs, unless steps were given, and with DPO's rate."""
+    if config.method not in TAUGHT:
+        return config
+    more: dict[str, Any] = {}
+    has_steps = "steps" in settings or ("steps" in known and "epochs" not in {*known, *settings})
+    if not has_steps:
+        epochs = config.epochs or EPOCHS[config.method]
+        more = {"epochs": epochs, "steps": ceil(epochs * imported.training / config.groups)}
+    if config.method == "dpo" and "lr" not in {*known, *settings}:
+        fitting = fitting_settings(base_config(params.base, params.paths))
+        more["lr"] = fitting.get("lr", config.lr) * DPO_RATE
+    return config.model_copy(update=more)
 
 
 def worked_examples(source: Path) -> list[dict[str, str]]:
@@ -271,10 +325,11 @@ def _write(
     own |= config.model_dump(mode="json", include=fitting, exclude_unset=True)
     (draft / "policy.yaml").write_text(yaml.safe_dump(own, sort_keys=True))
     version = suite.items_version
-    changed = not _same(target, draft, suite, before)
+    files = [file for file in (TRAINING, VALIDATION, "policy.yaml") if (draft / file).is_file()]
+    changed = not _same(target, draft, suite, before, files)
     if changed:
         _write_readme(target, draft / name, name, config, source, imported, version)
-        for file in (TRAINING, "policy.yaml"):
+        for file in files:
             (draft / file).rename(draft / name / file)
         _swap(draft / name, target)
     return Created(
@@ -295,14 +350,23 @@ def _freeze(
     def prompt(question: Asked) -> str:
         return prompt_text(tokenizer, question, config.system, config.few_shot)
 
+    def target(answer: str) -> tuple[str, int]:
+        if config.verifier not in LIKELIHOODS:
+            return "", 0
+        return answer + (tokenizer.eos_token or ""), len(answer_ids(tokenizer, answer))
+
     rule = {key: getattr(config, key) for key in ("verifier", "verifier_timeout_s", "max_tokens")}
-    problems = [Problem(name, row.question, row.answer, messages=row.messages) for row in imported.frozen]
+    problems = [
+        Problem(name, row.question, row.answer, messages=row.messages, rejected=row.rejected)
+        for row in imported.frozen
+    ]
     version = before.items_version if before else 1
-    suite = freeze(name, name, rule, problems, prompt, version, config.max_tokens, draft, WRITER)
+    rest = (config.max_tokens, draft, WRITER, target)
+    suite = freeze(name, name, rule, problems, prompt, version, *rest)
     if before and (suite.digest, dict(suite.rule)) != (before.digest, dict(before.rule)):
         # Scores of other items, or by another rule, cannot be compared: a new version.
         shutil.rmtree(draft / name)
-        suite = freeze(name, name, rule, problems, prompt, version + 1, config.max_tokens, draft, WRITER)
+        suite = freeze(name, name, rule, problems, prompt, version + 1, *rest)
     return suite
 
 
@@ -318,11 +382,12 @@ def _refuse_leaks(training: Path, suite: Suite, before: Suite | None) -> None:
             )
 
 
-def _same(target: Path, draft: Path, suite: Suite, before: Suite | None) -> bool:
-    if before is None or suite.version != before.version or not (target / "policy.yaml").is_file():
+def _same(target: Path, draft: Path, suite: Suite, before: Suite | None, files: Sequence[str]) -> bool:
+    if before is None or suite.version != before.version:
         return False
     return all(
-        (target / file).read_bytes() == (draft / file).read_bytes() for file in ("policy.yaml", TRAINING)
+        (target / file).is_file() and (target / file).read_bytes() == (draft / file).read_bytes()
+        for file in files
     )
 
 

@@ -13,6 +13,7 @@ import httpx
 from engine.catalog.records import served_name
 from engine.files import write_whole
 from engine.settings.params import DIGEST12, Params, Resolved
+from engine.settings.policies import TAUGHT
 from tasks.outcome import wait_row
 
 OnStep = Callable[[Mapping[str, Any]], None]
@@ -99,7 +100,10 @@ def training_artifact(policy: str, total: int) -> OnStep:
 
 
 def told_reward(row: Mapping[str, Any]) -> str:
-    """Return a step's mean reward as text; there is none when the verifier failed on every group."""
+    """Return a step's mean reward as text, without one its loss; GRPO has none where the verifier failed."""
+    if row.get("loss_fn") in TAUGHT.values():
+        held_out = row.get("held_out_loss")
+        return f"loss {row['loss']:.3f}" + ("" if held_out is None else f"  held out {held_out:.3f}")
     return "no reward" if row["reward"] is None else f"reward {row['reward']:.2f}"
 
 

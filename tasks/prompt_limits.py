@@ -14,7 +14,7 @@ from engine.base.resident import base_config
 from engine.errors import ConfigError
 from engine.problems.rows import JsonlRow
 from engine.settings.params import Params
-from engine.settings.policies import PolicyConfig
+from engine.settings.policies import TAUGHT, PolicyConfig
 
 # Texts that are encoded at once, on all cores, and lines that an error names.
 BATCH, SHOWN = 256, 5
@@ -66,6 +66,8 @@ class PromptLimits:
         self._base = int((base.get("text_config") or base).get("max_position_embeddings") or self._context)
         self._prompts = TooLong(tokenizer, self._context - config.max_tokens)
         self._answers = TooLong(tokenizer, config.max_tokens)
+        self._most = min(self._context, params.trainer.microbatch_tokens or self._context) - 1
+        self._examples = TooLong(tokenizer, self._most)
         self._control = _control_tokens(tokenizer)
 
     def add(self, number: int, row: JsonlRow) -> None:
@@ -74,7 +76,9 @@ class PromptLimits:
         So does a text that holds a control token of the base, which its tokenizer would not read as text.
         """
         where = f"{self._source}:{number}"
-        for text in [one["content"] for one in row.messages] or [row.question]:
+        is_taught = self._config.method in TAUGHT
+        answers = [row.answer, row.rejected] if is_taught else []
+        for text in [*answers, *([one["content"] for one in row.messages] or [row.question])]:
             if token := self._control(text):
                 raise ConfigError(
                     f"{where} contains {token!r}, which the base's tokenizer reads as a control token, not "
@@ -91,7 +95,10 @@ class PromptLimits:
             prompt = prompt_text(self._tokenizer, row.asked, self._config.system, self._config.few_shot)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-        self._prompts.add(number, prompt)
+        for answer in filter(None, answers):
+            self._examples.add(number, prompt + answer)
+        if not is_taught:
+            self._prompts.add(number, prompt)
         if self._config.verifier == "exact":
             self._answers.add(number, row.answer.strip())
 
@@ -108,6 +115,13 @@ class PromptLimits:
                 f"{self._prompts.longest} tokens, its answer may have {most} (max_tokens), and "
                 f"engine.max_model_len is {self._context}. {advice} max_tokens, or shorten "
                 "the prompts."
+            )
+        if lines := self._examples.found():
+            raise ConfigError(
+                f"{source} has examples that do not fit, in lines {lines}: the longest has "
+                f"{self._examples.longest} tokens with its prompt, and {self._most} fit into "
+                "engine.max_model_len and trainer.microbatch_tokens. Raise them and start the services anew, "
+                "or leave the lines out."
             )
         if lines := self._answers.found():
             raise ConfigError(

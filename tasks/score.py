@@ -10,18 +10,22 @@ import uuid
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
+from math import log
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from engine.base.prompts import tokenizer_of
+from engine.base.resident import ensure_base
 from engine.catalog.catalog import text_digests
 from engine.catalog.records import served_name
 from engine.clients.engine import EngineClient
 from engine.errors import ServiceError
 from engine.ledger.ledger import open_snapshot
 from engine.ledger.sender import open_spool
-from engine.quality.estimate import interval
-from engine.settings.own_functions import refuse_unlisted
+from engine.quality.estimate import interval, perplexity
+from engine.settings.own_functions import LIKELIHOODS, refuse_unlisted
 from engine.settings.params import Params, content_hash
 from engine.version import code_version
 from tasks.suites import Suite, faults, load_suite
@@ -47,7 +51,7 @@ class Score:
     """A suite's result: mean and 95% interval in [0, 1]; a `digest` of None is the base.
 
     `reused` is True when the ledger had every item and the engine was not asked. `verifier_errors` counts
-    the answers on which the verifier failed; each scores 0.
+    the answers on which the verifier failed; each scores 0. `verifier` is the suite's, empty for a contract.
     """
 
     policy: str
@@ -62,6 +66,14 @@ class Score:
     reused: bool
     seconds: float
     verifier_errors: int = 0
+    verifier: str = ""
+
+    @property
+    def held_out_loss(self) -> float | None:
+        """The mean loss of an answer's tokens, in nats, where the answers' likelihood is the score."""
+        if self.verifier != "likelihood":
+            return None
+        return log(perplexity([item.score for item in self.items]))
 
 
 def score(
@@ -98,7 +110,7 @@ def score(
     mean, seconds = fmean(item.score for item in items), time.monotonic() - started
     return Score(
         policy, digest, base, opened.name, opened.version, mean, low, high, items, bool(known), seconds,
-        failed.total(),
+        failed.total(), opened.rule.get("verifier", ""),
     )  # fmt: skip
 
 
@@ -148,27 +160,44 @@ def _ask_engine(
     try:
         # Not `simple_evaluate`: it seeds the process's random states and inspects the machine.
         results = evaluate(
-            _completions(params, model, key), manager.load([suite.name]), bootstrap_iters=0, log_samples=True
+            _completions(params, model, key, suite.rule.get("verifier") in LIKELIHOODS),
+            manager.load([suite.name]),
+            bootstrap_iters=0,
+            log_samples=True,
         )
     except requests.RequestException as error:
         said = f"{error} {error.response.text[:300]}" if error.response is not None else str(error)
         raise ServiceError(f"The engine did not score {model} on {suite.name}: {said}") from None
     samples = sorted(results["samples"][suite.name], key=lambda sample: sample["doc_id"])
-    return tuple(ItemScore(it["doc"]["id"], float(it["reward"]), it["resps"][0][0]) for it in samples)
+    return tuple(ItemScore(it["doc"]["id"], float(it["reward"]), _answer(it["resps"])) for it in samples)
 
 
-def _completions(params: Params, model: str, key: str) -> Any:
+def _answer(responses: list[list[Any]]) -> str:
+    """Return the generated answer; of a log-probability there is none."""
+    answer = responses[0][0]
+    return answer if isinstance(answer, str) else ""
+
+
+def _completions(params: Params, model: str, key: str, with_tokens: bool) -> Any:
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-    return LocalCompletionsAPI(
+    asked = LocalCompletionsAPI(
         base_url=f"{params.url('engine')}/v1/completions",
         model=model,
         # Frozen prompts are sent as text, so only the engine's tokenizer is involved.
         tokenizer_backend="None",
+        max_length=params.engine.max_model_len,
         # One request fills the engine's largest batch: the order is fixed, and no event loop is needed.
         batch_size=max(2, params.engine.max_num_seqs),
         header={"Authorization": f"Bearer {key}", "x-graftwork-purpose": "score"},
     )
+    if with_tokens:
+        # Where an answer's log-probability is asked for, its tokens must be told from the prompt's. lm-eval
+        # would load the tokenizer by `AutoTokenizer`, which takes four seconds.
+        asked.tokenizer = tokenizer_of(ensure_base(params.base, params.paths).path)
+        asked.tokenizer_backend, asked.tokenized_requests = "huggingface", True
+        asked.loglikelihood = partial(asked.loglikelihood, disable_tqdm=True)
+    return asked
 
 
 def emit_scores(

@@ -69,7 +69,7 @@ def flush() -> None:
 
 @task(name="train", task_run_name="train {policy}", cache_policy=NO_CACHE)
 def train(params: Params, policy: str, config: PolicyConfig, key: str, on_step: OnStep) -> "Trained":
-    """Train a policy with GRPO on the resident base and export its revision."""
+    """Train a policy on the resident base and export its revision."""
     from engine.training import loop
     from engine.training.several_engines import Engines
     from tasks.tracking import Tracking

@@ -9,6 +9,7 @@ of the verifier's rule follows behind a point: scores by two versions of a rule 
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
@@ -41,17 +42,7 @@ task: {name}
 custom_dataset: !function tasks.suites.load_items
 dataset_kwargs: {{suite: {name}}}
 test_split: test
-output_type: generate_until
-doc_to_text: prompt
-doc_to_target: answer
-process_results: !function tasks.suites.process_results
-num_fewshot: 0
-generation_kwargs:
-  until: []            # the model's own end token stops it
-  do_sample: false
-  temperature: 0.0
-  max_gen_toks: {max_tokens}
-  add_special_tokens: false   # the prompt is rendered whole
+{output}
 metric_list:
   - metric: reward
     aggregation: mean
@@ -63,11 +54,41 @@ metadata:
   items: {count}
   digest: {digest}
 """
+# What lm-eval asks for, by the verifier; other verifiers have an answer generated.
+GENERATED = """\
+output_type: generate_until
+doc_to_text: prompt
+doc_to_target: answer
+process_results: !function tasks.suites.process_results
+num_fewshot: 0
+generation_kwargs:
+  until: []            # the model's own end token stops it
+  do_sample: false
+  temperature: 0.0
+  max_gen_toks: {max_tokens}
+  add_special_tokens: false   # the prompt is rendered whole"""
+READ = """\
+output_type: {kind}
+doc_to_text: prompt
+{target}
+target_delimiter: ""
+process_results: !function tasks.suites.process_results
+num_fewshot: 0"""
+OUTPUTS = {
+    "likelihood": READ.format(kind="loglikelihood", target="doc_to_target: target"),
+    "preference": READ.format(
+        kind="multiple_choice", target='doc_to_choice: "{{[target, rejected]}}"\ndoc_to_target: 0'
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Item:
-    """One frozen problem; `prompt_digest` is the sha256 of `prompt`, the text sent to the engine."""
+    """One frozen problem; `prompt_digest` is the sha256 of `prompt`, the text sent to the engine.
+
+    Where the answer's probability is the score, `target` is its text with the end token, and `tokens` their
+    count; `rejected` is the worse answer of a pair.
+    """
 
     id: str
     question: str
@@ -75,6 +96,9 @@ class Item:
     prompt: str
     prompt_digest: str
     messages: tuple[Message, ...] = ()
+    target: str = ""
+    tokens: int = 0
+    rejected: str = ""
 
     @property
     def asked(self) -> Asked:
@@ -82,9 +106,11 @@ class Item:
         return self.messages or self.question
 
     def stored(self) -> dict[str, Any]:
-        """Return the item as its line has it: `messages` only of a chat."""
-        kept = asdict(self)
-        return kept if self.messages else {name: kept[name] for name in kept if name != "messages"}
+        """Return the item as its line has it: without fields that are empty by default."""
+        return {name: value for name, value in asdict(self).items() if value or name not in OPTIONAL}
+
+
+OPTIONAL = ("messages", "target", "tokens", "rejected")
 
 
 @dataclass(frozen=True)
@@ -178,9 +204,13 @@ def freeze(
     max_tokens: int,
     root: Path,
     writer: str = "python -m tasks.suites",
+    target: Callable[[str], tuple[str, int]] = lambda answer: ("", 0),
 ) -> Suite:
-    """Write problems as a suite under `root`; raises what `build_suite` raises."""
-    items = [_item(number, problem, prompt) for number, problem in enumerate(problems)]
+    """Write problems as a suite under `root`; raises what `build_suite` raises.
+
+    `target` returns an answer's text with the end token, and the number of tokens of both.
+    """
+    items = [_item(number, problem, prompt, target) for number, problem in enumerate(problems)]
     content = "".join(json.dumps(item.stored()) + "\n" for item in items).encode()
     digest = hashlib.sha256(content).hexdigest()
     path = root / name / f"{name}.yaml"
@@ -199,7 +229,7 @@ def freeze(
             count=len(items),
             version=version,
             digest=digest,
-            max_tokens=max_tokens,
+            output=OUTPUTS.get(rule.get("verifier", ""), GENERATED.format(max_tokens=max_tokens)),
         )
     )
     return load_suite(name, root)
@@ -219,14 +249,26 @@ def load_items(suite: str, problems: str, root: str | Path = SUITES, **metadata:
     return {"test": Dataset.from_list([item | {"task": problems, "rule": rule} for item in items])}
 
 
-def process_results(doc: dict[str, str], results: list[str]) -> dict[str, float]:
-    """Score one completion for lm-eval with the verifier that training uses."""
+def process_results(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
+    """Score one completion for lm-eval with the verifier that training uses, or its log-probabilities.
+
+    Of one answer (log-probability, is greedy) the score is the geometric mean probability of its tokens; of
+    two it is whether the better one is likelier for its length in characters, as lm-eval's `acc_norm`.
+    """
+    verifier = json.loads(doc["rule"]).get("verifier")
+    if verifier == "likelihood":
+        return {"reward": math.exp(results[0][0] / doc["tokens"])}
+    if verifier == "preference":
+        better, worse = (found[0] / len(doc[side]) for found, side in zip(results, SIDES, strict=True))
+        return {"reward": float(better > worse)}
     problem = Problem(doc["task"], doc["question"], doc["answer"])
     verdicts = _verifier(doc["rule"]).judge([(problem, results[0])])
     faults.get().update(verdicts.errors)
     return {"reward": verdicts.scores[0]}
 
 
+# The answers of a pair, as items have them.
+SIDES = ("target", "rejected")
 # The verifier's failures by kind in the current scoring, since lm-eval cannot return them.
 faults: ContextVar[Counter[str]] = ContextVar("faults", default=Counter())  # noqa: B039
 
@@ -244,10 +286,16 @@ def _unseen(task: str) -> Iterator[Problem]:
             yield problem
 
 
-def _item(number: int, problem: Problem, prompt: Callable[[Asked], str]) -> Item:
-    text = prompt(problem.asked)
+def _item(
+    number: int, problem: Problem, prompt: Callable[[Asked], str], target: Callable[[str], tuple[str, int]]
+) -> Item:
+    text, (ended, tokens) = prompt(problem.asked), target(problem.answer)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return Item(f"{number:04d}", problem.question, problem.answer, text, digest, problem.messages)
+    rejected, _ = target(problem.rejected) if problem.rejected else ("", 0)
+    return Item(
+        f"{number:04d}", problem.question, problem.answer, text, digest, problem.messages,
+        ended, tokens, rejected,
+    )  # fmt: skip
 
 
 def _read_item(line: bytes) -> Item:

@@ -111,6 +111,12 @@ def messages_of(
     return opening + asked
 
 
+def answer_ids(tokenizer: Any, answer: str) -> list[int]:
+    """Return an answer's token ids with the end token, as far as the tokenizer has one."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return [*tokenizer.encode(answer, add_special_tokens=False), *end]
+
+
 def end_tokens(path: Path) -> tuple[int, ...]:
     """Return the end-of-sequence ids of generation_config.json, else the tokenizer's."""
     ids = _json(path / "generation_config.json").get("eos_token_id")

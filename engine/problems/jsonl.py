@@ -8,6 +8,7 @@ kept as JSON.
 import hashlib
 import heapq
 import json
+import os
 import sqlite3
 import tempfile
 from array import array
@@ -24,6 +25,8 @@ from engine.problems.readers import json_line, read_file
 from engine.problems.rows import JsonlRow, row_of, stored_item, unused_columns
 
 HELD_OUT = 0.2
+# Of all questions: neither trained on nor frozen, but looked at while a policy is trained.
+VALIDATED = 0.05
 MINIMUM = 8
 EVERY = 20_000
 # Columns that an import names, so that rows with keys of their own take no memory.
@@ -52,15 +55,17 @@ def prompt_hash(question: str) -> bytes:
     return hashlib.sha256(" ".join(question.casefold().split()).encode()).digest()[:16]
 
 
-def _exactly(row: JsonlRow) -> bytes:
+def _exactly(row: JsonlRow, with_answers: bool) -> bytes:
     # A chat's system message tells it from another one, though not for the split.
     asked = json.dumps(row.messages) if row.messages else row.question.strip()
+    if with_answers:
+        asked = json.dumps([asked, row.answer, row.rejected])
     return hashlib.sha256(asked.encode()).digest()[:16]
 
 
-def is_held_out(digest: bytes) -> bool:
+def is_held_out(digest: bytes, share: float = HELD_OUT) -> bool:
     """Say whether a question is held out from training, which depends on the question alone."""
-    return int.from_bytes(digest[:8], "big") / 2**64 < HELD_OUT
+    return int.from_bytes(digest[:8], "big") / 2**64 < share
 
 
 def import_file(
@@ -71,8 +76,12 @@ def import_file(
     on_line: Callable[[int], None] = lambda lines: None,
     verifier: str = "",
     on_row: Callable[[int, JsonlRow], None] = lambda number, row: None,
+    validation: Path | None = None,
 ) -> Import:
     """Split `source` into the training file `training` and at most `items` frozen rows.
+
+    With `validation`, a file for a twentieth of the questions, rows are examples: a question may have several
+    answers, which stay on one side.
 
     Raises `ConfigError` with file and line for a row that is invalid, contradicts an earlier line, or has an
     answer that `check` or the verifier refuses, and when either side would have fewer than MINIMUM rows.
@@ -86,7 +95,12 @@ def import_file(
         if len(unused) < NOTED:
             unused.update(columns)
 
-    with tempfile.TemporaryDirectory(dir=training.parent) as scratch, training.open("wb") as output:
+    looked_at = (validation or Path(os.devnull)).open("wb")
+    with (
+        tempfile.TemporaryDirectory(dir=training.parent) as scratch,
+        training.open("wb") as output,
+        looked_at,
+    ):
         seen = _SeenQuestions(Path(scratch) / "seen.db", source)
         for number, row in read_rows(source, check, verifier, note):
             lines += 1
@@ -95,7 +109,7 @@ def import_file(
             on_row(number, row)
             digest = prompt_hash(row.question)
             # Questions that differ only in case are different, but on the same side of the split.
-            if not seen.add(_exactly(row), number, row.answer):
+            if not seen.add(_exactly(row, validation is not None), number, row.answer):
                 duplicates += 1
             elif is_held_out(digest):
                 held_out += 1
@@ -103,6 +117,10 @@ def import_file(
                 heapq.heappush(smallest, (-int.from_bytes(digest, "big"), number, row))
                 if len(smallest) > items:
                     heapq.heappop(smallest)
+            elif validation and is_held_out(digest, HELD_OUT + VALIDATED):
+                line = row.to_json().encode() + b"\n"
+                state.update(line)
+                looked_at.write(line)
             else:
                 kept += 1
                 line = row.to_json().encode() + b"\n"

@@ -20,7 +20,9 @@ from engine.errors import ConfigError
 from engine.problems.jsonl import order, rows_of
 from engine.problems.rows import Asked, Message
 
-Split = Literal["train", "eval", "user"]
+Split = Literal["train", "eval", "user", "validation"]
+# Beside a training file: rows that only the looks at the held-out loss read.
+VALIDATION = "validation.jsonl"
 
 # One phrasing for each contract, in the order of CONTRACTS: a base mostly answers in the phrasing's style.
 PHRASINGS: dict[str, tuple[str, str, str, str]] = {
@@ -31,13 +33,17 @@ PHRASINGS: dict[str, tuple[str, str, str, str]] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and its plain answer, such as `46` or `3, 12, 45`; a chat has its messages beside it."""
+    """A question and its plain answer, such as `46` or `3, 12, 45`; a chat has its messages beside it.
+
+    A pair has its worse answer in `rejected`.
+    """
 
     task: str
     question: str
     answer: str
     phrasing: int = 0
     messages: tuple[Message, ...] = ()
+    rejected: str = ""
 
     @property
     def asked(self) -> Asked:
@@ -128,13 +134,14 @@ def stream(task: str, which: Split, seed: int, start: int = 0) -> Iterator[tuple
 
 
 def _draw(task: str, which: Split, seed: int, start: int) -> Iterator[tuple[int, Problem]]:
-    # Other splits than `train` come from the frozen items beside the training file.
-    path = Path(task) if which == "train" else Path(task).with_name("items.jsonl")
-    rows = rows_of(path, are_frozen=which != "train")
+    # The splits `eval` and `user` come from the frozen items beside the training file.
+    files = {"train": Path(task), "validation": Path(task).with_name(VALIDATION)}
+    path = files.get(which, Path(task).with_name("items.jsonl"))
+    rows = rows_of(path, are_frozen=which not in files)
     for index in itertools.count(start):
         epoch, place = divmod(index, len(rows))
         row = rows[order(len(rows), seed, epoch)[place]]
-        yield index, Problem(task, row.question, row.answer, messages=row.messages)
+        yield index, Problem(task, row.question, row.answer, messages=row.messages, rejected=row.rejected)
 
 
 def _json_text(answer: str) -> str:

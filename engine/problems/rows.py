@@ -1,8 +1,8 @@
 """One problem, as people write it down: which columns are the prompt, and which one the expected answer.
 
 `row_of` takes `question` (or `prompt`) with `answer`, `prompt` with `completion`, chat rows (`messages`, or a
-`prompt` that is a list of messages) and ShareGPT (`conversations`). A chat stays messages, since only the
-base's template may render it.
+`prompt` that is a list of messages), ShareGPT (`conversations`), and pairs (`chosen` and `rejected`, beside a
+prompt or with it in both). A chat stays messages, since only the base's template may render it.
 """
 
 import json
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date, time
 from decimal import Decimal
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 from engine.errors import ConfigError
 
@@ -21,10 +21,12 @@ Message = dict[str, str]
 Asked = str | Sequence[Message]
 
 TEXTUAL, CHATS = ("question", "prompt"), ("messages", "conversations")
-COLUMNS = {*TEXTUAL, *CHATS, "answer", "completion"}
+PAIR = ("chosen", "rejected")
+COLUMNS = {*TEXTUAL, *CHATS, *PAIR, "answer", "completion"}
 SCHEMAS = (
     "A row has `question` (or `prompt`) and `answer`, or `prompt` and `completion`, or `messages`, or "
-    "ShareGPT's `conversations`; rename other columns, with `datasets` by dataset.rename_columns({...})"
+    "ShareGPT's `conversations`, or `prompt`, `chosen` and `rejected`; rename other columns, "
+    "with `datasets` by dataset.rename_columns({...})"
 )
 ROLES = {
     "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
@@ -41,11 +43,15 @@ WORKED = re.compile(r"(?:^|\n)#### *([-+]?\$?[\d,]*\.?\d+) *$")
 
 @dataclass(frozen=True)
 class JsonlRow:
-    """One stored problem; of a chat, `question` is the text of its turns, for verifiers and people."""
+    """One stored problem; of a chat, `question` is the text of its turns, for verifiers and people.
+
+    A pair has the worse answer in `rejected`, which else is empty.
+    """
 
     question: str
     answer: str
     messages: tuple[Message, ...] = ()
+    rejected: str = ""
 
     @property
     def asked(self) -> Asked:
@@ -56,6 +62,8 @@ class JsonlRow:
         """Return the row as a line of JSON."""
         row = asdict(self)
         del row["question" if self.messages else "messages"]
+        if not self.rejected:
+            del row["rejected"]
         return json.dumps(row, ensure_ascii=False)
 
 
@@ -70,23 +78,36 @@ def row_of(data: Any, where: str, verifier: str = "") -> JsonlRow:
         raise ConfigError(
             f"{where} must be an object with question and answer, not {type(data).__name__}. {SCHEMAS}."
         )
+    if "chosen" in data:
+        data = _with_answers(data, where)
     question, messages, told = _prompt(data, where)
     answer = _expected(data, told, verifier, where)
     if verifier in TEXTS and (worked := WORKED.search(answer.rstrip())):
         answer = worked[1].replace(",", "").replace("$", "")
+    rejected = _rejected(data, answer, where)
+    if verifier == "preference" and not rejected:
+        raise ConfigError(f"{where} needs `chosen` and `rejected`. {_seen(data)}.")
     try:
-        (question + answer + "".join(one["content"] for one in messages)).encode()
+        (question + answer + rejected + "".join(one["content"] for one in messages)).encode()
     except UnicodeEncodeError:
         raise ConfigError(
             f"{where} contains half a character (a lone surrogate). Correct the text."
         ) from None
-    return JsonlRow(question, answer, messages)
+    return JsonlRow(question, answer, messages, rejected)
+
+
+def kind_of(data: Any) -> Literal["pairs", "examples", "questions"]:
+    """Return what a row of a file is: a pair, an example conversation, or a question with its answer."""
+    names = data.keys() if isinstance(data, dict) else set[str]()
+    if "chosen" in names or "rejected" in names:
+        return "pairs"
+    return "questions" if "answer" in names else "examples"
 
 
 def stored_item(data: Any, where: str) -> JsonlRow:
     """Return the problem of a frozen item's line."""
     if isinstance(data, dict) and data.get("messages"):
-        return JsonlRow(data["question"], data["answer"], tuple(data["messages"]))
+        return JsonlRow(data["question"], data["answer"], tuple(data["messages"]), data.get("rejected", ""))
     return row_of(data, where)
 
 
@@ -96,6 +117,39 @@ def unused_columns(data: Mapping[str, Any], row: JsonlRow) -> set[str]:
     if row.messages:
         used.add("system")
     return {name for name in data.keys() - used if data[name] not in (None, "", [])}
+
+
+def _with_answers(data: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a pair's row with `answer` and `rejected`, and with the prompt that begins both sides."""
+    row = {name: value for name, value in data.items() if name not in PAIR}
+    sides = [data.get(name) for name in PAIR]
+    chats = [[_message(turn, where) for turn in side] for side in sides if isinstance(side, list) and side]
+    if len(chats) == len(sides):
+        sides = [chat.pop()["content"] for chat in chats]
+        has_prompt = any(row.get(name) for name in (*TEXTUAL, *CHATS))
+        if any(chats) and (has_prompt or chats[0] != chats[1]):
+            raise ConfigError(
+                f"{where} has two prompts. Give the prompt once: in a column, or as the messages before the "
+                "last one, which must be the same in `chosen` and `rejected`."
+            )
+        if not has_prompt:
+            row["messages"] = chats[0]
+    if not all(map(_is_text, sides)):
+        raise ConfigError(
+            f"{where} needs text, or a list of messages, in both `chosen` and `rejected`. {_seen(data)}."
+        )
+    return row | dict(zip(("answer", "rejected"), sides, strict=True))
+
+
+def _rejected(data: Mapping[str, Any], answer: str, where: str) -> str:
+    rejected = data.get("rejected") or ""
+    if not isinstance(rejected, str):
+        raise ConfigError(f"{where} has `rejected` without `chosen`. Give both.")
+    if rejected and rejected.strip() == answer.strip():
+        raise ConfigError(
+            f"{where} has one text as `chosen` and `rejected`, so it prefers nothing. Leave it out."
+        )
+    return rejected
 
 
 def _prompt(data: dict[str, Any], where: str) -> tuple[str, tuple[Message, ...], Any]:

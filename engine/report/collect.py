@@ -23,6 +23,7 @@ from engine.ledger.shadows import ShadowReader
 from engine.quality.canary import FeedbackCounts
 from engine.quality.guards import GuardResult, RewardGuard
 from engine.report.data import (
+    HAS_CURVE,
     AnswerPair,
     CanaryPoint,
     Curve,
@@ -43,14 +44,14 @@ MAX_POINTS = 200
 MAX_POLICIES, MAX_REVISIONS, MAX_RELEASES, MAX_LINES, MAX_NOTICES = 50, 20, 30, 12, 20
 
 # `SELECT *`: a snapshot written by an older version has fewer columns.
-STEPS = """
+STEPS = f"""
     WITH lines AS (
         SELECT session, min("at") AS began FROM train_steps
-        WHERE policy = $policy AND "at" >= $since AND reward IS NOT NULL
+        WHERE policy = $policy AND "at" >= $since AND {HAS_CURVE}
         GROUP BY session ORDER BY began DESC LIMIT $most
     )
     SELECT train_steps.* FROM train_steps JOIN lines USING (session)
-    WHERE policy = $policy AND "at" >= $since AND reward IS NOT NULL ORDER BY began, session, step
+    WHERE policy = $policy AND "at" >= $since AND {HAS_CURVE} ORDER BY began, session, step
 """
 # The first items of the suite are shown, whatever their scores: a choice by score would flatter.
 SAMPLES = 6

@@ -9,6 +9,9 @@ from engine.controller.waits import Wait
 from engine.quality.guards import GuardResult
 from engine.training.service.train_step import TrainStep
 
+# Rows of `train_steps` with something to draw: a reward, or the loss of a method without rewards.
+HAS_CURVE = "(reward IS NOT NULL OR loss_fn IN ('cross_entropy', 'dpo'))"
+
 
 @dataclass(frozen=True)
 class Curve:

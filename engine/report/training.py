@@ -1,5 +1,7 @@
 """Draws a policy's training sessions one after the other: reward above, diagnostics and seconds below.
 
+Sessions that learn from answers as they are written have a loss in the reward's place.
+
 A drawing has about `MAX_POINTS` points: neighbouring steps of one session are averaged.
 """
 
@@ -70,20 +72,24 @@ class Strip:
 
 STRIPS = (
     Strip("importance ratio − 1", "importance_ratio", ("ratio_min", "ratio_max"), 1.0),
+    Strip("held-out loss, nats", "held_out_loss"),
     Strip("KL to the base, nats", "kl"),
     Strip("entropy of a token, nats", "entropy"),
 )
 
 
 def training_curves(curves: Sequence[Curve]) -> Markup:
-    """Draw all sessions of one policy: reward and spread, importance ratio, KL, entropy, seconds."""
+    """Draw all sessions of one policy: reward and spread or loss, importance ratio, KL, entropy, seconds."""
     starts = [0, *accumulate(curve.steps[-1].step for curve in curves)]
     stride = max(1, -(-starts[-1] // MAX_POINTS))
     lines = [binned(curve, start, stride) for curve, start in zip(curves, starts, strict=False)]
     x = Scale(curves[0].steps[0].step - 0.5, starts[-1] + 0.5, LEFT, RIGHT)
-    above = Panel(x, Scale(0, 1, 150, 22))
-    parts = [above.axes("", "mean reward", x_label=_nothing), *_names(above, curves, starts)]
-    parts += [part for line in lines for part in _rewards(above, line)]
+    losses = [bin for line in lines for bin in line if not bin.values("reward")]
+    has_rewards = len(losses) < sum(map(len, lines))
+    name, most = ("reward", 1.0) if has_rewards else ("loss", max(max(bin.values("loss")) for bin in losses))
+    above = Panel(x, Scale(0, most, 150, 22))
+    parts = [above.axes("", f"mean {name}", x_label=_nothing), *_names(above, curves, starts)]
+    parts += [part for line in lines for part in _curve(above, line, name)]
     panels, bottom = [above], 150
     for strip in STRIPS:
         if any(map(strip.means, lines)):
@@ -111,8 +117,10 @@ def spoken(curves: Sequence[Curve]) -> str:
     last, several = curves[-1].steps, len(curves) > 1
     words = ["1 step" if len(steps) == 1 else f"{len(steps)} steps"]
     words[0] += f" in {len(curves)} lines" if several else ""
-    rewards = f"mean reward {last[0].reward:.0%} to {last[-1].reward:.0%}"
-    words.append(rewards + (" in the last" if several else ""))
+    learned = f"loss {last[0].loss or 0:.3f} to {last[-1].loss or 0:.3f}"
+    if last[0].reward is not None:
+        learned = f"mean reward {last[0].reward:.0%} to {last[-1].reward:.0%}"
+    words.append(learned + (" in the last" if several else ""))
     if ratios := [abs(step.importance_ratio - 1) for step in steps if step.importance_ratio is not None]:
         words.append(f"importance ratio 1 ± {max(ratios):.1e}")
     if stale := max(step.staleness or 0.0 for step in steps):
@@ -147,9 +155,11 @@ def _names(panel: Panel, curves: Sequence[Curve], starts: Sequence[int]) -> list
     return named
 
 
-def _rewards(panel: Panel, line: Sequence[Bin]) -> list[Markup]:
-    """Draw a session's rewards: dots, their moving mean, and a band of one standard deviation around it."""
-    dots = [(bin.x, fmean(bin.values("reward"))) for bin in line]
+def _curve(panel: Panel, line: Sequence[Bin], name: str) -> list[Markup]:
+    """Draw a session's rewards or losses: dots, their moving mean, and the spread of rewards around it."""
+    dots = [(bin.x, fmean(values)) for bin in line if (values := bin.values(name))]
+    if not dots:
+        return []
     spread = [(bin.x, fmean(values)) for bin in line if (values := bin.values("reward_std"))]
     means = _smooth(dots)
     parts = [panel.dots(dots, REWARD, 5, 0.4), panel.line(means, REWARD)]

@@ -21,7 +21,7 @@ from engine.errors import Conflict, NotFound
 from engine.ledger.ledger import open_ledger
 from engine.ledger.queries import latest_scores, named_rows
 from engine.quality.estimate import Difference, interval, paired_difference
-from engine.report.data import Curve
+from engine.report.data import HAS_CURVE, Curve
 from engine.report.overview import contract_of, role_of, suite_score, task_of
 from engine.report.training import spoken
 from engine.settings.params import DIGEST12, Params
@@ -45,9 +45,9 @@ VERDICTS = """
     WHERE policy = ? AND digest = ? ORDER BY "at" DESC LIMIT 20
 """
 # `SELECT *`: a snapshot written by an older version has fewer columns.
-TRAINED = """
+TRAINED = f"""
     SELECT * FROM train_steps
-    WHERE policy = ? AND session = ? AND step <= ? AND reward IS NOT NULL ORDER BY step
+    WHERE policy = ? AND session = ? AND step <= ? AND {HAS_CURVE} ORDER BY step
 """
 DIGITS = 6
 NOT_BASE = "The base is not trained here."
@@ -344,11 +344,11 @@ def _run_link(facts: VersionFacts, revision: Revision, manifest: Mapping[str, An
         return Link("run", False, _no_manifest(revision))
     details = {
         "session": session,
-        "steps": len(facts.rewards),
+        "steps": len(facts.steps),
         "tokens": facts.tokens,
         "seconds": facts.seconds,
     }
-    if not facts.rewards:
+    if not facts.steps:
         return Link("run", True, f"Training {session}; the ledger has no step of it.", details)
     came_to = spoken([Curve(facts.policy, facts.digest, facts.steps, session)])
     says = f"Training {session}: {came_to}; {sum(facts.seconds.values()):.0f} s in total."

@@ -11,9 +11,9 @@ from pydantic import Field
 from engine.settings.evaluators import EvaluatorConfig, EvaluatorName
 from engine.settings.losses import PolicyLossConfig
 from engine.settings.model import Settings, configured
-from engine.settings.own_functions import OWN_RULES
+from engine.settings.own_functions import LIKELIHOODS, OWN_RULES
 from engine.settings.params import PolicyName
-from engine.settings.policies import Contract, FewShotExample, PolicyConfig, Rank
+from engine.settings.policies import Contract, FewShotExample, Method, PolicyConfig, Rank
 from engine.settings.releases import ReleaseConfig
 
 # What to do while another release of the policy runs.
@@ -31,9 +31,9 @@ Digest = Annotated[
 OwnVerifier = Annotated[
     str,
     Field(
-        pattern=rf"^({OWN_RULES})$",
+        pattern=rf"^({OWN_RULES}|{'|'.join(LIKELIHOODS)})$",
         description="Check answers with this verifier: exact, numeric, regex, json-schema or "
-        "python:MODULE:FUNC.",
+        "python:MODULE:FUNC. Examples and pairs need none.",
     ),
 ]
 
@@ -155,10 +155,17 @@ class CreatePolicyForm(Form):
     owner: Who = Field("local", description="Record this owner.")
     base: str | None = Field(None, description="Train on this resident base. Empty: as configured.")
     data: Path = Field(
-        description="Read questions and answers from this file on the worker's machine: JSON lines, JSON, "
-        "CSV, Parquet or a saved dataset."
+        description="Read questions with answers, example chats or pairs of answers from this file on the "
+        "worker's machine: JSON lines, JSON, CSV, Parquet or a saved dataset."
     )
-    verifier: OwnVerifier
+    method: Method | None = Field(
+        None,
+        description="Train by grpo (questions with a verifier), sft (example answers) or dpo (pairs). Empty: "
+        "as the data suggest.",
+    )
+    verifier: OwnVerifier | None = None
+    start: str | None = configured(PolicyConfig, "start")
+    epochs: int | None = configured(PolicyConfig, "epochs")
     system: str | None = configured(PolicyConfig, "system")
     few_shot: tuple[FewShotExample, ...] | None = configured(PolicyConfig, "few_shot")
     steps: int | None = configured(PolicyConfig, "steps")

@@ -59,6 +59,9 @@ class PolicyLossConfig(Settings):
         le=600,
         description="Fail a python:MODULE:FUNC loss whose import or microbatch takes this many seconds.",
     )
+    beta: float | None = Field(
+        None, gt=0, description="Hold the policy to the base (dpo) or the sampler (dro) with this strength."
+    )
     kl: float = Field(0, ge=0, description="Add this times the KL divergence to the base.")
     tis: bool | Annotated[float, Field(ge=1)] = Field(
         False, description="Weight tokens by their ratio, capped at this. true: 2."
@@ -90,9 +93,6 @@ class LossConfig(PolicyLossConfig):
 
     budget: int | None = Field(
         None, ge=1, description="Divide an answer's sum by this many tokens (dr_grpo)."
-    )
-    beta: float | None = Field(
-        None, gt=0, description="Hold the policy to the base (dpo) or the sampler (dro) with this strength."
     )
 
 

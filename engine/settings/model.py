@@ -17,6 +17,7 @@ PATTERNS = {
     r"^[0-9a-f]{12,64}$": "12 to 64 hexadecimal digits",
     r"^([0-9a-f]{40}|[0-9a-f]{64})$": "the 40 hexadecimal digits of a commit, or the 64 of a sha256",
     r"^(adapt|[0-9a-f]{64})$": "adapt, or a digest of 64 hexadecimal digits",
+    r"^[a-z][a-z0-9-]{0,62}@[0-9a-f]{6,64}$": "POLICY@DIGEST, with 6 to 64 digits of the digest",
     r"^https?://[^/?#@]+$": "http:// or https:// and a host, such as https://controller.example:8462",
     r"^https?://[^?#@]+$": "http:// or https://, a host and a path, such as https://judge.example/v1",
     r"^[a-z][a-z0-9+.]*://[^?#]+$": "a URL such as s3://bucket/adapters",

@@ -12,6 +12,8 @@ from engine.errors import ConfigError
 OWN = r"python:[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 # Verifiers of a user's own problems; generated ones have their contract too.
 OWN_RULES = rf"exact|numeric|regex|json-schema|{OWN}"
+# How a suite scores without a verifier: by the probability of its answers, or of the better of two.
+LIKELIHOODS = ("likelihood", "preference")
 
 
 def refuse_unlisted(kind: str, name: str, modules: Collection[str]) -> None:

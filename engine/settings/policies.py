@@ -7,16 +7,20 @@ from pydantic import Field, model_validator
 from engine.errors import ConfigError
 from engine.settings.losses import LossName, PolicyLossConfig, loss_config
 from engine.settings.model import Settings
-from engine.settings.own_functions import OWN_RULES
+from engine.settings.own_functions import LIKELIHOODS, OWN_RULES
 
 Contract = Literal["terse", "json", "sentence", "boxed"]
 Rank = Literal[1, 2, 4, 8, 16, 32, 64, 128]
+Method = Literal["grpo", "sft", "dpo"]
+# The loss of a method that learns from answers as they are written.
+TAUGHT = {"sft": "cross_entropy", "dpo": "dpo"}
 Verifier = Annotated[
     str,
     Field(
-        pattern=rf"^(contract|{OWN_RULES})$",
+        pattern=rf"^(contract|{OWN_RULES}|{'|'.join(LIKELIHOODS)})$",
         description="Check answers with this verifier: contract (generated tasks), exact, numeric, regex, "
-        "json-schema or python:MODULE:FUNC.",
+        "json-schema or python:MODULE:FUNC. Without one, a policy trained by sft is scored by the likelihood "
+        "of its held-out answers, by dpo by its preference.",
     ),
 ]
 
@@ -34,6 +38,16 @@ class PolicyConfig(Settings):
     task: str = Field(
         description="Train on this task: a key of TASKS in engine/problems/procedural.py, or a .jsonl file."
     )
+    method: Method = Field(
+        "grpo",
+        description="Train by grpo (questions with a verifier), sft (example answers) or dpo (a better and a "
+        "worse answer to each question).",
+    )
+    start: str | None = Field(
+        None,
+        pattern=r"^[a-z][a-z0-9-]{0,62}@[0-9a-f]{6,64}$",
+        description="Start the first line of training at this revision, POLICY@DIGEST, not at the base.",
+    )
     contract: Contract = Field("terse", description="Reward answers in this format.")
     verifier: Verifier = "contract"
     owner: str = Field("local", min_length=1, max_length=100, description="Record this owner.")
@@ -50,7 +64,21 @@ class PolicyConfig(Settings):
         None, min_length=1, description="Train LoRA on these projections. Empty: all that the base has."
     )
     steps: int = Field(20, ge=1, le=100_000, description="Train for this many steps.")
-    groups: int = Field(16, ge=1, le=10_000, description="Draw this many problems a step.")
+    patience: int = Field(
+        3,
+        ge=0,
+        le=1000,
+        description="Stop sft and dpo when the held-out loss has not fallen in this many looks, of which "
+        "there are ten a run, and export the best one. 0: train all steps.",
+    )
+    epochs: int | None = Field(
+        None,
+        ge=1,
+        le=1000,
+        description="Go over examples or pairs this many times: `graftwork policy create` sets `steps` to as "
+        "many. Empty: 3 for sft, 1 for dpo.",
+    )
+    groups: int = Field(16, ge=1, le=10_000, description="Draw this many problems, examples or pairs a step.")
     collapse: Literal["ignore", "warn", "stop"] = Field(
         "ignore", description="Warn when the answers seem to collapse, or stop the training there."
     )
@@ -95,13 +123,27 @@ class PolicyConfig(Settings):
 
     @model_validator(mode="after")
     def _loss_has_its_settings(self) -> Self:
+        if self.method in TAUGHT:
+            if self.verifier == "contract":
+                raise ValueError(f"The method {self.method} learns from your own data, not a generated task.")
+            return self
+        if self.verifier in LIKELIHOODS:
+            raise ValueError(f"The method grpo needs a verifier of answers, and {self.verifier} is none.")
         try:
             loss_config(self.loss, self.loss_config.sent())
         except ConfigError as error:
             raise ValueError(str(error)) from None
         return self
 
+    @property
+    def loss_fn(self) -> str:
+        """The loss that the trainer minimises."""
+        return TAUGHT.get(self.method, self.loss)
+
     def loss_sent(self) -> dict[str, Any]:
         """Return the loss's settings as the trainer takes them."""
+        if self.method in TAUGHT:
+            beta = self.loss_config.beta
+            return {"beta": beta} if self.method == "dpo" and beta is not None else {}
         budget = {"budget": self.max_tokens} if self.loss == "dr_grpo" else {}
         return budget | self.loss_config.sent()

@@ -1,7 +1,7 @@
 """Which line of training a policy's settings continue.
 
 A line continues from the policy's champion while its task and contract stay the same. With another contract
-it starts at the base.
+it starts at the policy's `start`, or at the base.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,16 @@ NOT_OF_A_LINE = {
 
 @dataclass(frozen=True)
 class Line:
-    """A line of training: its session's name, its parent revision, its seed, and its LoRA targets."""
+    """A line of training: its session's name, its parent revision, its seed, and its LoRA targets.
+
+    `parent_policy` is the parent's, None for the line's own.
+    """
 
     session: str
     parent: str | None
     seed: int
     targets: tuple[str, ...]
+    parent_policy: str | None = None
 
 
 def line_of(paths: Paths, policy: str, config: PolicyConfig, targets: Sequence[str]) -> Line:
@@ -43,8 +47,20 @@ def line_of(paths: Paths, policy: str, config: PolicyConfig, targets: Sequence[s
     name = content_hash([settings, champion, refused])
     targets = config.targets or tuple(targets)
     seed = int(name[:8], 16) >> 1 if champion or refused else config.seed
-    parent = champion if champion and _continues(paths, policy, champion, config, targets) else None
-    return Line(f"{policy}-{name[:DIGEST12]}", parent, seed, targets)
+    session = f"{policy}-{name[:DIGEST12]}"
+    if champion and _continues(paths, policy, champion, config, targets):
+        return Line(session, champion, seed, targets)
+    start, parent = _start(paths, config.start) if config.start else (None, None)
+    return Line(session, parent, seed, targets, start)
+
+
+def _start(paths: Paths, start: str) -> tuple[str, str]:
+    """Return the policy and the whole digest of POLICY@DIGEST; `NotFound` where there is no such revision."""
+    from engine.catalog.catalog import Catalog
+
+    policy, _, digest = start.partition("@")
+    with Catalog(paths.catalog_url) as catalog:
+        return policy, catalog.revisions.get(policy, digest).digest
 
 
 def _standing(paths: Paths, policy: str) -> tuple[str | None, int]:

@@ -1,4 +1,4 @@
-"""The GRPO loop of one policy, on the client's side: sample groups, score them, send gradients, export.
+"""The training loop of one policy, on the client's side: GRPO's samples or taught answers, gradients, export.
 
 The loop is disposable. All durable state is in the trainer's session, so a restarted run continues from the
 session's step. With `staleness` k, a step samples from the revision of k steps before while the steps in
@@ -20,20 +20,18 @@ from engine.base.fitting import fitted_policy
 from engine.errors import Conflict, NotFound, ServiceError
 from engine.problems.procedural import check_task, stream
 from engine.settings.params import Params
-from engine.settings.policies import PolicyConfig
+from engine.settings.policies import TAUGHT, PolicyConfig
 from engine.training.rollout_data import Drawn, Sampler, build_data, judge, refill, teaches
-from engine.training.run import EnginesOf, Run, prepare
+from engine.training.run import EnginesOf, Run, learning_rate, prepare
 from engine.training.run_health import refuse_collapse, refuse_without_signal, warning
 from engine.training.service.protocol import AdamParams, Exported, SessionInfo
 from engine.training.service.train_step import TrainStep
+from engine.training.supervised import best_session, has_stopped, supervised_step
 
 # About 300 tokens with short answers: in bfloat16 a probe of 100 tokens refuses correct mixtures of experts.
 # All other policies wait while the trainer generates them.
 PROBE_PROMPTS, PROBE_TOKENS = 24, 24
 STEP_ATTEMPTS = 3
-# What a row holds for a restarted run, and the ledger does not: the revision that was exported before the
-# step, and the position in the stream of replacements.
-FOR_RESTARTS = ("handed", "replaced")
 # Added to a group's spread, by which its advantages are divided.
 EPSILON = 1e-6
 # The trainer frees the session of a killed writer when its lease ends.
@@ -63,7 +61,7 @@ def train(
     on_step: OnStep | None = None,
     engines_of: EnginesOf | None = None,
 ) -> Trained:
-    """Train a policy by GRPO up to `config.steps`, and export its revision with an effect probe.
+    """Train a policy up to `config.steps`, and export its revision with an effect probe.
 
     Idempotent: a line of training that has all its steps is only exported again. `on_step` receives each new
     step's row. `engines_of` gives the engines that sample where there are several. Raises `ServiceError` when
@@ -74,18 +72,21 @@ def train(
     began = monotonic()
     with closing(prepare(params, policy, config, key, engines_of)) as run:
         session = open_session(run)
-        while session.step < config.steps:
+        while session.step < config.steps and not has_stopped(config, session):
             session = next_step(run, session)
             if on_step:
                 on_step(session.history[-1])
             refuse_without_signal(run, session)
             refuse_collapse(run, session)
+        curve = session.history
+        if config.method in TAUGHT:
+            session = best_session(run, session)
         exported = export_revision(run, session)
         run.client.close_session(session)
     assert exported.directory is not None
     seconds = monotonic() - began
     return Trained(
-        policy, session.session, exported.digest, exported.directory, exported.step, seconds, session.history
+        policy, session.session, exported.digest, exported.directory, exported.step, seconds, curve
     )
 
 
@@ -110,13 +111,14 @@ def open_session(run: Run) -> SessionInfo:
         targets=run.line.targets,
         seed=run.line.seed,
         parent=run.line.parent,
+        parent_policy=run.line.parent_policy,
         holder=run.holder,
         config={**config.model_dump(mode="json"), "session": run.line.session, "line_seed": run.line.seed},
         policy_config=policy_config.model_dump(mode="json"),
         owner=policy_config.owner,
     )
     if session.history:
-        record_step(run, session.history[-1])
+        run.record(session.history[-1])
     return session
 
 
@@ -125,6 +127,7 @@ def next_step(run: Run, session: SessionInfo) -> SessionInfo:
 
     Also when the revision that sampled expires before the step's refill: all of it is drawn again.
     """
+    take_step = supervised_step if run.config.method in TAUGHT else grpo_step
     retrying = Retrying(
         retry=retry_if_exception_type((ServiceError, NotFound)),
         stop=stop_after_attempt(STEP_ATTEMPTS),
@@ -136,7 +139,7 @@ def next_step(run: Run, session: SessionInfo) -> SessionInfo:
             first = attempt.retry_state.attempt_number == 1
             now = session if first else open_session(run)
             # The step may have been stored just before its answer was lost.
-            return now if now.step > session.step else grpo_step(run, now)
+            return now if now.step > session.step else take_step(run, now)
     raise AssertionError("tenacity raises before this")
 
 
@@ -194,13 +197,8 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
     adam = AdamParams(learning_rate=learning_rate(config, session.step))
     skip = not teaches(judged, config, update["learned_tokens"])
     row |= client.optim_step(session, adam, position=drawn.position, record=row, skip=skip)
-    record_step(run, row)
+    run.record(row)
     return replace(session, step=row["step"], position=drawn.position, history=(*session.history, row))
-
-
-def learning_rate(config: PolicyConfig, step: int) -> float:
-    """Return the rate of the step after `step` steps: `config.lr`, less during the warm-up."""
-    return config.lr * min(1.0, (step + 1) / max(1, config.warmup_steps))
 
 
 def samples_of(run: Run, session: SessionInfo, newest: Sampler) -> Drawn:
@@ -222,12 +220,6 @@ def sampler_of(session: SessionInfo, newest: Sampler, step: int) -> Sampler:
     if step >= session.step or "handed" not in session.history[step]:
         return newest
     return Sampler(step, session.history[step]["handed"])
-
-
-def record_step(run: Run, row: Mapping[str, Any]) -> None:
-    """Append a step's row to the ledger's spool; the row's id makes a repeated append harmless."""
-    fields = {name: value for name, value in row.items() if name not in FOR_RESTARTS}
-    run.spool.emit("train_steps", id=f"{run.line.session}-{row['step']}", **fields, **run.identity)
 
 
 def export_revision(run: Run, session: SessionInfo) -> Exported:

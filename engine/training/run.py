@@ -3,7 +3,7 @@
 import os
 import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,6 +28,10 @@ from engine.training.sample_groups import SamplesGroups
 from engine.training.service.client import TrainerClient
 from engine.version import code_version
 
+# What a row holds for a restarted run, and the ledger does not: the revision that was exported before the
+# step, and the position in the stream of replacements.
+FOR_RESTARTS = ("handed", "replaced")
+
 
 @dataclass(frozen=True)
 class Run:
@@ -45,6 +49,8 @@ class Run:
     client: TrainerClient
     spool: Spool
     verifier: Verifier
+    # Of the rows of DPO's looks, once they are known: the base's sums of log-probabilities.
+    base_sums: list[float] = field(default_factory=list)
     holder: str = field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}")
 
     @cached_property
@@ -57,12 +63,22 @@ class Run:
         """Return what every row of the run carries: the versions of code and settings."""
         return {"code_version": code_version(), "config_hash": content_hash(self.config)}
 
+    def record(self, row: Mapping[str, Any]) -> None:
+        """Append a step's row to the ledger's spool; the row's id makes a repeated append harmless."""
+        fields = {name: value for name, value in row.items() if name not in FOR_RESTARTS}
+        self.spool.emit("train_steps", id=f"{self.line.session}-{row['step']}", **fields, **self.identity)
+
     def close(self) -> None:
         """Release the session, and close the trainer's client, the spool, the verifier and the engines."""
         self.client.release()
         for part in (self.client, self.spool, self.verifier, self.source.engines):
             if part:
                 part.close()
+
+
+def learning_rate(config: PolicyConfig, step: int) -> float:
+    """Return the rate of the step after `step` steps: `config.lr`, less during the warm-up."""
+    return config.lr * min(1.0, (step + 1) / max(1, config.warmup_steps))
 
 
 # Returns the engines that sample for a run, given the base's digest; None: the one of this machine.
@@ -99,7 +115,7 @@ def prepare(
             "engine.routed_experts to true and restart the services, or set router_replay to false."
         )
     url = params.url("engine")
-    engines = engines_of(params, base.digest) if engines_of else None
+    engines = engines_of(params, base.digest) if engines_of and config.method == "grpo" else None
     source = Source(policy, config, line, tokenizer, url, key, base_name, replays, engines)
     spool = open_spool(params, f"train-{policy}")
     client = TrainerClient.of(params)

@@ -35,9 +35,16 @@ app.add_typer(policy_app, name="policy")
 def create(
     name: str,
     data: Annotated[
-        Path, typer.Option(help="Questions and answers: JSON lines, JSON, CSV, Parquet or a saved dataset.")
+        Path,
+        typer.Option(
+            help="Questions and answers, example chats, or pairs of answers: JSON lines, JSON, CSV, "
+            "Parquet or a saved dataset."
+        ),
     ],
-    verifier: Annotated[str, option(CreatePolicyForm, "verifier")],
+    method: Annotated[str | None, option(CreatePolicyForm, "method")] = None,
+    verifier: Annotated[str | None, option(CreatePolicyForm, "verifier")] = None,
+    start: Annotated[str | None, option(CreatePolicyForm, "start", "--from")] = None,
+    epochs: Annotated[int | None, option(CreatePolicyForm, "epochs")] = None,
     owner: Annotated[str, option(CreatePolicyForm, "owner")] = "local",
     base: Annotated[str | None, option(CreatePolicyForm, "base")] = None,
     system: Annotated[str | None, option(CreatePolicyForm, "system")] = None,
@@ -70,7 +77,8 @@ def create(
 
     worked = worked_examples(few_shot) if few_shot else None
     form = filled(
-        CreatePolicyForm, name=name, owner=owner, base=base, data=data, verifier=verifier, system=system,
+        CreatePolicyForm, name=name, owner=owner, base=base, data=data, method=method, verifier=verifier,
+        start=start, epochs=epochs, system=system,
         steps=steps, lr=lr, loss=loss, kl=kl, rank=rank, groups=groups, group_size=group_size,
         max_tokens=max_tokens, items=items, scheduled=scheduled, max_age_s=max_age_s,
         drift_after_s=drift_after_s, few_shot=worked,

@@ -129,22 +129,28 @@ def run_theirs(python: Path, task: dict[str, Any], scratch: Path, limit_s: float
     """
     file = scratch / f"trl-{task['seed']}.json"
     file.write_text(json.dumps(task))
+    steps = run_worker(python, Path(__file__).with_name("_trl_worker.py"), file, limit_s)
+    ends = tuple(sum(step["seconds"] for step in steps[: i + 1]) for i in range(len(steps)))
+    lengths = tuple(sum(step["lengths"]) / len(step["lengths"]) for step in steps)
+    return Run(ends, 1, tuple(step["reward"] for step in steps), lengths)
+
+
+def run_worker(python: Path, worker: Path, file: Path, limit_s: float = 7200) -> list[dict[str, Any]]:
+    """Run a worker in TRL's environment on a job; return the steps that it wrote. Errors as `run_theirs`."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
     # TRL promises no equal bits, so it does not pay for them.
     ours = ("PYTHON", "OMP_", "MKL_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     # Without -P its `import trl` would find this file.
-    command = [python, "-P", Path(__file__).with_name("_trl_worker.py"), file]
+    command = [python, "-P", worker, file]
     log = file.with_suffix(".log")
     with log.open("w") as out:
         subprocess.run(
             command, env=clean | offline, stdout=out, stderr=out, timeout=limit_s, check=True,
             preexec_fn=partial(die_with_parent, os.getpid()),
         )  # fmt: skip
-    steps = json.loads(file.with_suffix(".steps.json").read_text())
-    ends = tuple(sum(step["seconds"] for step in steps[: i + 1]) for i in range(len(steps)))
-    lengths = tuple(sum(step["lengths"]) / len(step["lengths"]) for step in steps)
-    return Run(ends, 1, tuple(step["reward"] for step in steps), lengths)
+    steps: list[dict[str, Any]] = json.loads(file.with_suffix(".steps.json").read_text())
+    return steps
 
 
 def fastest(python: Path, name: str, base: Path, scratch: Path) -> int:
@@ -180,11 +186,11 @@ def run_ours(params: Params, named: Mapping[str, PolicyConfig], key: str) -> Run
     return Run(tuple(ends), len(named), rewards, lengths)
 
 
-def settings(base: Path, state: Path) -> Params:
+def settings(base: Path, state: Path, context: int = lengthy.CONTEXT) -> Params:
     """Return what `graftwork up` starts with by default, on this base, at free ports."""
     services = ("controller", "mlflow", "prefect", "trainer")
     ports = {name: {"port": free_port()} for name in services}
-    engine = {"port": free_port(), "max_model_len": lengthy.CONTEXT}
+    engine = {"port": free_port(), "max_model_len": context}
     return Params.model_validate({"state_dir": state, "base": {"name": str(base)}, "engine": engine, **ports})
 
 

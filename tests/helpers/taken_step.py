@@ -48,7 +48,7 @@ def take_step(drawn: Drawn, judged: Judged, config: PolicyConfig) -> tuple[list[
         source=SimpleNamespace(replays=False, config=config),
         verifier=SimpleNamespace(judge=judge),
         ahead=SimpleNamespace(begin=lambda *_: None, take=lambda _: drawn),
-        spool=SimpleNamespace(emit=lambda *_, **__: None),
+        record=lambda row: None,
     )
     with patch.object(rollout_data, "REFILLS", 0):
         session = grpo_step(run, SessionInfo("sums-1", "sums", 0, 0, 1, "base", None, ()))

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -180,6 +181,84 @@ def test_what_is_wrong_is_a_sentence_and_leaves_nothing(
         create_policy(params, name, source, verifier, settings=settings)
     left = list(params.suites_dir.iterdir()) if params.suites_dir.is_dir() else []
     assert [entry.name for entry in left if entry.name != ".lock"] == []
+
+
+def examples(path: Path, **more: str) -> Path:
+    """Write so many example chats; with more answers than one, pairs."""
+    rows: list[dict[str, Any]] = []
+    for n in range(200):
+        turns = [
+            {"role": "user", "content": f"What is {n}?"},
+            {"role": "assistant", "content": f"It is {n}."},
+        ]
+        pair = {"prompt": f"What is {n}?", "chosen": f"It is {n}.", **more}
+        rows.append(pair if more else {"messages": turns})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_data_suggest_the_method(params: Params, tmp_path: Path) -> None:
+    """Example chats are learned by SFT, pairs by DPO; questions with answers leave it open."""
+    create_policy(params, "chatty", examples(tmp_path / "chats.jsonl"))
+    create_policy(params, "prefers", examples(tmp_path / "pairs.jsonl", rejected="?"))
+    questions = data(tmp_path / "questions.jsonl")
+    with pytest.raises(ConfigError, match=r"--verifier.*--method sft"):
+        create_policy(params, "sums", questions)
+    create_policy(params, "sums", questions, settings={"method": "sft", "steps": 9})
+    found = {name: params.policy(name) for name in ("chatty", "prefers", "sums")}
+    assert {name: (one.method, one.verifier) for name, one in found.items()} == {
+        "chatty": ("sft", "likelihood"), "prefers": ("dpo", "preference"), "sums": ("sft", "likelihood"),
+    }  # fmt: skip
+    training = sum(1 for _ in read_rows(params.suites_dir / "chatty" / "train.jsonl"))
+    assert found["chatty"].steps == -(-3 * training // 16)
+    # A pass over the pairs alone, at a tenth of the others' rate.
+    assert found["prefers"].steps == -(-training // 16)
+    assert found["prefers"].lr == pytest.approx(found["chatty"].lr / 10)
+    assert (found["sums"].epochs, found["sums"].steps) == (None, 9)
+    assert (params.suites_dir / "chatty" / "validation.jsonl").is_file()
+    items = load_suite("prefers", params.suites_dir).items
+    assert all(item.rejected.startswith("?") and item.target.startswith(item.answer) for item in items)
+    assert all(item.tokens > 1 for item in items)
+
+
+def test_newer_data_keep_the_method_and_count_the_steps_anew(params: Params, tmp_path: Path) -> None:
+    source = examples(tmp_path / "d.jsonl")
+    create_policy(params, "chatty", source, settings={"epochs": 2})
+    before = params.policy("chatty").steps
+    lines = source.read_text().splitlines(keepends=True)
+    source.write_text("".join(lines) + "".join(line.replace("What is", "Say") for line in lines))
+    assert create_policy(params, "chatty", source).changed
+    after = params.policy("chatty")
+    assert (after.method, after.epochs) == ("sft", 2)
+    assert after.steps > 1.5 * before
+    assert not create_policy(params, "chatty", source).changed
+    # Then by reinforcement, from what was learned.
+    more = {"method": "grpo", "start": "chatty@0123456789ab"}
+    create_policy(params, "chatty", data(tmp_path / "q.jsonl"), "exact", settings=more)
+    assert (params.policy("chatty").method, params.policy("chatty").start) == ("grpo", more["start"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "verifier", "fault"),
+    [
+        ({"method": "grpo"}, None, "--verifier"),
+        ({"method": "dpo"}, None, r"d\.jsonl:1 needs `chosen` and `rejected`"),
+        ({"method": "grpo"}, "likelihood", "needs a verifier"),
+        ({"epochs": 0}, None, "`epochs`"),
+        ({"start": "chatty"}, None, "POLICY@DIGEST"),
+    ],
+)
+def test_a_method_without_its_data_is_refused(
+    params: Params, tmp_path: Path, settings: dict, verifier: str | None, fault: str
+) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        create_policy(params, "mine", examples(tmp_path / "d.jsonl"), verifier, settings=settings)
+
+
+def test_examples_that_do_not_fit_the_context_are_named(params: Params, tmp_path: Path) -> None:
+    source = examples(tmp_path / "d.jsonl", rejected="word " * 100_000)
+    with pytest.raises(ConfigError, match=r"in lines 1, 2, 3, 4, 5 and 195 more.*microbatch_tokens"):
+        create_policy(params, "mine", source)
 
 
 def test_worked_examples_come_from_any_file_but_are_no_chats(tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ class TrainStep:
         "Share of the last step's tokens whose experts the trainer would have chosen otherwise.",
     ] = None
     loss: Annotated[float | None, "Loss of the last step."] = None
+    # Of rows that are not trained on; only at the steps before which a run looks.
+    held_out_loss: Annotated[float | None, "Held-out loss before the last step, nats."] = None
     grad_norm: Annotated[float | None, "Norm of the last step's gradients before clipping."] = None
     length_mean: Annotated[float | None, "Mean length of the last step's answers, tokens."] = None
     length_max: Annotated[int | None, "Length of the last step's longest answer, tokens."] = None

@@ -45,6 +45,6 @@ def test_choices_are_listed() -> None:
     assert explain(refused.value, forms.CreatePolicyForm) == (
         "`name`: Input should be small letters, digits and hyphens, a letter first, at most 63 "
         "(found 'My_Policy'). "
-        "`verifier`: Input should be exact, numeric, regex, json-schema or python:MODULE:FUNC "
-        "(found 'guess')."
+        "`verifier`: Input should be exact, numeric, regex, json-schema, python:MODULE:FUNC, likelihood or "
+        "preference (found 'guess')."
     )

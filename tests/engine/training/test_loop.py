@@ -1,27 +1,32 @@
-"""The GRPO loop on a live engine and trainer: alone, beside others, broken off and gone on, stale."""
+"""The training loop on a live engine and trainer: alone, beside others, broken off and gone on, stale."""
 
 import json
+import math
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from engine.base.prompts import tokenizer_of
+from engine.base.resident import ensure_base
 from engine.errors import ConfigError, NotFound
 from engine.ledger.ledger import Ledger
-from engine.problems.procedural import Problem
+from engine.problems.procedural import Problem, stream
 from engine.problems.verifiers import Verifier
 from engine.security.credentials import credential
 from engine.settings.params import Params, load_params
 from engine.settings.policies import PolicyConfig
 from engine.threads import in_parallel
 from engine.training import rollout_data
+from engine.training.line_of_training import line_of
 from engine.training.loop import (
     PROBE_PROMPTS,
     PROBE_TOKENS,
@@ -222,6 +227,88 @@ def test_a_question_that_is_too_long_is_asked_once_and_named(
     with pytest.raises(ConfigError, match=r"400.*engine\.max_model_len"):
         loop.train("too-long", system="word " * 400)
     assert len(asked) == 1
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Settings of a policy that learns how sums are answered in a sentence, and not by a number alone."""
+    folder = tmp_path_factory.mktemp("taught")
+    sums = [(a, b) for a in range(10, 22) for b in range(10, 20)]
+    lines = [
+        json.dumps({"question": f"What is {a} + {b}?", "answer": f"It is {a + b}.", "rejected": str(a + b)})
+        for a, b in sums
+    ]
+    parts = {"train.jsonl": lines[:80], "validation.jsonl": lines[80:100]}
+    for file, rows in parts.items():
+        (folder / file).write_text("\n".join(rows) + "\n")
+    items = [{"question": f"What is {a} + {b}?", "answer": f"It is {a + b}."} for a, b in sums[100:]]
+    (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    return {
+        "task": str(folder / "train.jsonl"), "method": "sft", "verifier": "likelihood", "groups": 8,
+        "steps": 12, "lr": 1e-2,
+    }  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+def test_answers_are_learned_as_they_are_written(loop: Loop, taught: dict[str, Any]) -> None:
+    """Alone, beside another method, and cut and gone on: the same bits. The first loss is transformers'."""
+
+    def die(row: Mapping[str, Any]) -> None:
+        if row["step"] == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.train("cut-taught", die, **taught)
+    cut, whole, other = in_parallel(
+        partial(loop.train, "cut-taught", **taught),
+        partial(loop.train, "taught", **taught),
+        partial(loop.train, "prefers", **{**taught, "method": "dpo", "verifier": "preference"}),
+    )
+    assert cut.digest == whole.digest != other.digest
+    looks = [row["held_out_loss"] for row in whole.curve if row["held_out_loss"] is not None]
+    assert [row["step"] for row in whole.curve if row["held_out_loss"] is not None] == [1, 3, 5, 7, 9, 11]
+    assert looks[-1] < looks[0] - 0.5
+    assert whole.curve[0]["loss"] == pytest.approx(loss_by_transformers(loop, taught), abs=1e-4)
+    # Before its first step the policy is the base, so neither answer has gained anything.
+    first = other.curve[0]
+    assert (first["loss"], first["held_out_loss"]) == pytest.approx((math.log(2), math.log(2)), abs=1e-4)
+    assert other.curve[-1]["loss"] < 0.6
+
+
+def loss_by_transformers(loop: Loop, taught: dict[str, Any]) -> float:
+    """Return the loss of the first step's examples by transformers' own model and labels."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    base = ensure_base(loop.params.base, loop.params.paths).path
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(base), tokenizer_of(base)
+    config = PolicyConfig(suite="s", **taught)
+    seed = line_of(loop.params.paths, "taught", config.model_copy(update={"seed": 5}), ()).seed
+    total = count = 0.0
+    for _, problem in islice(stream(config.task, "train", seed), 8):
+        asked = {"role": "user", "content": problem.question}
+        prompt = tokenizer.apply_chat_template([asked], add_generation_prompt=True, tokenize=False)
+        before = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        after = tokenizer(problem.answer + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
+        labels = torch.tensor([[-100] * len(before) + after])
+        with torch.no_grad():
+            mean = model(input_ids=torch.tensor([before + after]), labels=labels).loss.item()
+        total, count = total + mean * len(after), count + len(after)
+    return total / count
+
+
+@pytest.mark.timeout(300)
+def test_a_run_that_gets_worse_stops_and_exports_its_best_look(loop: Loop, taught: dict[str, Any]) -> None:
+    """By a rate so high that held-out answers suffer soon; then another line starts at its revision."""
+    wild = {**taught, "steps": 60, "lr": 0.3, "patience": 2}
+    trained = loop.train("wild", **wild)
+    looks = {row["step"] - 1: row["held_out_loss"] for row in trained.curve if row["held_out_loss"]}
+    best = min((step for step in looks if step), key=lambda step: looks[step])
+    assert len(trained.curve) < 60
+    assert trained.step == best
+    assert loop.train("wild", **wild).digest == trained.digest
+    more = loop.train("more", **{**taught, "start": f"wild@{trained.digest[:12]}", "steps": 1})
+    assert more.curve[0]["held_out_loss"] == pytest.approx(looks[best], abs=1e-5)
 
 
 @pytest.mark.timeout(300)
