@@ -51,7 +51,6 @@ AGAIN_S = 0.05
 app = typer.Typer(
     help="Train, score, serve, release and roll back LoRA adapter revisions on one resident base model.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
