@@ -83,7 +83,8 @@ def cli_page() -> str:
         [
             "# Command line",
             NOTE.format("the help texts in flows/cli"),
-            f"{root.help} The command is `.venv/bin/graftwork`; `--help` works everywhere.",
+            f"{root.help} The command is `.venv/bin/graftwork`; `--help` works everywhere, and "
+            "`graftwork --install-completion` has your shell complete commands and options.",
             *(f"**{title}**\n\n{table(('command', 'does'), *rows)}" for title, rows in groups.items()),
             "Exit codes:",
             table(("code", "meaning"), *((str(key), says) for key, says in EXIT_CODES.items())),

@@ -1,4 +1,4 @@
-"""Installs the work pool, the deployments of prefect.yaml and the automations in Prefect.
+"""Installs the work pool, the deployments of tasks/prefect.yaml and the automations in Prefect.
 
 Idempotent: everything is found by its name and replaced.
 """
@@ -18,18 +18,7 @@ if TYPE_CHECKING:
     from prefect.automations import AutomationCore
     from prefect.client.orchestration import SyncPrefectClient
 
-ROOT = Path(__file__).parent.parent
-# A run takes no command, environment or folder from its caller; Prefect would merge the caller's variables
-# into an `env` given here, even an empty one. The folder is the checkout, where the entry points are. By
-# default it would be a temporary directory of the run: the first process of a suspended run removes that when
-# it ends, and the resumed one may run in it already.
-JOB_TEMPLATE: dict[str, Any] = {
-    "job_configuration": {
-        "command": None, "labels": {}, "name": None, "stream_output": True, "working_dir": str(ROOT),
-    },
-    # Others are ignored, not refused: Prefect keeps those of a deployment that an earlier version installed.
-    "variables": {"type": "object", "properties": {}},
-}  # fmt: skip
+DEPLOYMENTS = Path(__file__).with_name("prefect.yaml")
 # A run counts as dead after three missed heartbeats (engine/services/lifecycle.py).
 SILENCE_S = 100
 ENDS = ("Completed", "Failed", "Cancelled", "Crashed", "Suspended")
@@ -44,7 +33,7 @@ def install(params: Params) -> int:
     from prefect.client.orchestration import get_client
     from prefect.exceptions import PrefectHTTPStatusError
 
-    deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    deployments = yaml.safe_load(DEPLOYMENTS.read_text())["deployments"]
     try:
         with get_client(sync_client=True) as client:
             _install_pool(client)
@@ -62,29 +51,44 @@ def install(params: Params) -> int:
     return len(deployments)
 
 
+def job_template(folder: Path) -> dict[str, Any]:
+    """Return what a run is given: it takes no command, environment or folder from its caller.
+
+    Prefect would merge the caller's variables into an `env` given here, even an empty one. In `folder` are a
+    person's own modules. By default it would be a temporary directory of the run: the first process of a
+    suspended run removes that when it ends, and the resumed one may run in it already.
+    """
+    return {
+        "job_configuration": {
+            "command": None, "labels": {}, "name": None, "stream_output": True, "working_dir": str(folder),
+        },
+        # Others are ignored, not refused: Prefect keeps those of a deployment of an earlier version.
+        "variables": {"type": "object", "properties": {}},
+    }  # fmt: skip
+
+
 def _install_pool(client: "SyncPrefectClient") -> None:
     """Create the work pool, or give it the fixed template."""
     from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
     from prefect.exceptions import ObjectAlreadyExists
 
+    # As for the services: where `graftwork up` was started.
+    template = job_template(Path.cwd())
     try:
-        made = WorkPoolCreate(name=WORK_POOL, type="process", base_job_template=JOB_TEMPLATE)
-        client.create_work_pool(made)
+        client.create_work_pool(WorkPoolCreate(name=WORK_POOL, type="process", base_job_template=template))
     except ObjectAlreadyExists:
-        client.update_work_pool(WORK_POOL, WorkPoolUpdate(base_job_template=JOB_TEMPLATE))
+        client.update_work_pool(WORK_POOL, WorkPoolUpdate(base_job_template=template))
 
 
 def _deploy(params: Params, wanted: dict[str, Any]) -> None:
     from prefect.client.schemas.objects import ConcurrencyLimitConfig
     from prefect.deployments.runner import RunnerDeployment
-    from prefect.runner.storage import LocalStorage
     from prefect.schedules import Cron
 
     limit = wanted.get("concurrency_limit")
     nightly = wanted["name"] == "nightly"
-    path, _, function = wanted["entrypoint"].partition(":")
     deployment = RunnerDeployment.from_entrypoint(
-        f"{ROOT / path}:{function}",
+        wanted["entrypoint"],
         wanted["name"],
         description=wanted["description"],
         tags=wanted["tags"],
@@ -94,9 +98,6 @@ def _deploy(params: Params, wanted: dict[str, Any]) -> None:
         work_pool_name=WORK_POOL,
         work_queue_name=wanted["work_pool"]["work_queue_name"],
     )
-    # The worker's process runs in the checkout, where the entry points are.
-    deployment.entrypoint = wanted["entrypoint"]
-    deployment.storage = LocalStorage(str(ROOT))
     deployment.apply(work_pool_name=WORK_POOL)
 
 

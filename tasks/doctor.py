@@ -82,6 +82,7 @@ def _of_catalog(check: Callable[[Catalog], Findings]) -> Callable[[Params], Find
 
 def _versions(_: Params) -> Findings:
     if not CONSTRAINTS.is_file():
+        yield Finding("versions", "not compared: constraints.txt is in a checkout alone")
         return
     lines = CONSTRAINTS.read_text().splitlines()
     pins = dict(line.lower().split("==") for line in lines if not line.startswith("#"))

@@ -1,4 +1,4 @@
-"""README.md, CONTRIBUTING.md, docs/ and examples/: links, paths and commands exist, marked blocks run."""
+"""The pages, those for machines too: links, paths and commands exist, marked blocks run."""
 
 import importlib.util
 import re
@@ -88,6 +88,17 @@ def test_the_toctree_names_every_page_in_reading_order() -> None:
     assert {path for path in pages if not path.match(rest)} == {Path(f"{name}.md") for name in named}
     links = [str(one.attrs["href"]) for _, one in page(DOCS / "index.md").inline("link_open")]
     assert links == [f"{name}.md" for name in named]
+
+
+def test_llms_txt_names_every_page() -> None:
+    links = {str(one.attrs["href"]) for _, one in page(ROOT / "llms.txt").inline("link_open")}
+    pages = {f"docs/{name}.md" for name in toctree()[:-1]}
+    assert links == pages | {"README.md", "CONTRIBUTING.md", "examples/README.md"}
+
+
+@pytest.mark.parametrize("name", ["AGENTS.md", "llms.txt"])
+def test_a_page_for_machines_is_short(name: str) -> None:
+    assert len((ROOT / name).read_text().split()) < 500
 
 
 @pytest.mark.parametrize("name", ["cli.md", "configuration.md"])

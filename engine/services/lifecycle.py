@@ -28,7 +28,7 @@ from engine.settings.reproducible import VARIABLE, equal_bits
 from engine.settings.services import Listener
 
 Report = Callable[[str, str], None]
-# The worker's pool in Prefect, as in prefect.yaml.
+# The worker's pool in Prefect, as in tasks/prefect.yaml.
 WORK_POOL = "graftwork"
 # Prefect's worker, for scheduled runs; `graftwork run` calls its flows directly and needs none.
 WORKER = "worker"

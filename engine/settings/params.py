@@ -39,6 +39,7 @@ from engine.settings.services import (
 
 POLICY_NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
 DIGEST12 = 12
+CHECKOUT_SUITES = Path(__file__).parents[2] / "eval_suites"
 # The rank that recipes of the Tinker API ask for.
 RECIPES_RANK = 32
 PolicyName = Annotated[str, Field(pattern=rf"^{POLICY_NAME.pattern}$")]
@@ -117,9 +118,9 @@ class Params(Settings):
         description="Keep all state in this directory. A relative path starts at the settings file.",
     )
     suites_dir: Path = Field(
-        Path(__file__).parents[2] / "eval_suites",
+        CHECKOUT_SUITES,
         description="Keep evaluation suites and your own policies in this directory. Default: eval_suites "
-        "beside the settings file, if there is one.",
+        "beside the settings file; where there is none, the checkout's.",
     )
     log_format: Literal["text", "json"] = Field(
         "text",
@@ -327,11 +328,13 @@ def load_params(path: Path | str = "params.yaml", **overrides: Any) -> Params:
     path = Path(path)
     if not path.is_file():
         raise ConfigError(
-            f"The settings file {path} does not exist. Run from the checkout, or give its path with --params."
+            f"The settings file {path} does not exist. Run from the checkout, or give its path with "
+            "--params. `graftwork init DIR` writes one for a directory of your own."
         )
     here = path.absolute().parent
     data = {"state_dir": ".graftwork", **_read_mapping(path), **overrides, "source": path.absolute()}
-    if "suites_dir" not in data and (here / "eval_suites").is_dir():
+    # An installed package is in no checkout.
+    if "suites_dir" not in data and ((here / "eval_suites").is_dir() or not CHECKOUT_SUITES.is_dir()):
         data["suites_dir"] = "eval_suites"
     # Paths in a file of settings are relative to that file.
     data |= {key: here / str(data[key]) for key in ("state_dir", "suites_dir") if key in data}

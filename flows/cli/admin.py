@@ -70,11 +70,13 @@ def bench(
     settings = enter(params)
     folder = Path(__file__).parents[2] / "tests" / "bench"
     script = folder / f"{name}.py"
-    if not script.is_file():
-        known = ", ".join(sorted(path.stem for path in folder.glob("[a-z]*.py")))
+    known = ", ".join(sorted(path.stem for path in folder.glob("[a-z]*.py")))
+    if not known:
         raise ConfigError(
-            f"There is no benchmark {name!r}. Known benchmarks: {known or 'none; run from a checkout'}."
+            "Benchmarks are in a source checkout alone, in tests/bench. Run this command there."
         )
+    if not script.is_file():
+        raise ConfigError(f"There is no benchmark {name!r}. Known benchmarks: {known}.")
     command = [sys.executable, str(script), "--params", str(params), "--out", str(settings.paths.bench)]
     alone = nullcontext() if "--help" in context.args else _alone(folder.parents[1])
     with alone:

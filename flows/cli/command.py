@@ -5,6 +5,7 @@ Imports lazily: `graftwork --help` needs neither torch nor Prefect.
 
 import contextlib
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -42,13 +44,13 @@ from flows.entry import PARAMS, ParamsFile, ReuseName, check, enter, filled, opt
 from tasks.deployments import install
 from tasks.outcome import Stages, shortcomings
 from tasks.purge_record import reuse_purged_name
+from tasks.starter import write_starter
 from tasks.stuck_runs import free_stuck, worker_started
 
 AGAIN_S = 0.05
 app = typer.Typer(
     help="Train, score, serve, release and roll back LoRA adapter revisions on one resident base model.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -68,6 +70,18 @@ def options(
     ] = False,
 ) -> None:
     """Take the options of the command itself."""
+
+
+@app.command()
+def init(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to begin in; it is made.")],
+) -> None:
+    """Begin outside a checkout: write settings, an example's data and a README into a directory."""
+    for file in write_starter(directory):
+        typer.echo(f"  {file}")
+    typer.echo(
+        f"Go on with `cd {shlex.quote(str(directory))}` and `graftwork up`, or as README.md says there."
+    )
 
 
 @app.command()

@@ -17,6 +17,7 @@ from engine.settings.forms import AdaptForm
 from engine.settings.params import load_params
 from engine.settings.reproducible import VARIABLE
 from engine.version import code_version
+from flows.cli import admin
 from tests.helpers.command_line import graftwork
 from tests.helpers.live import free_port
 from tests.helpers.repository import ROOT
@@ -168,6 +169,27 @@ def test_help_of_a_benchmark_is_its_own(params: Path) -> None:
     general = graftwork("bench", "--help")
     assert general.returncode == 0
     assert "NAME" in general.stdout
+
+
+def test_a_benchmark_needs_a_checkout(params: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(admin, "__file__", str(tmp_path / "site-packages" / "flows" / "cli" / "admin.py"))
+    refused = graftwork("bench", "handoff", "--params", str(params))
+    assert refused.returncode == 2
+    assert "source checkout" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [("graftwork ini", "init"), ("graftwork policy create --verif", "--verifier")],
+)
+def test_the_shell_completes_commands_and_options(
+    monkeypatch: pytest.MonkeyPatch, words: str, completed: str
+) -> None:
+    """As bash asks, with what `graftwork --install-completion` installs."""
+    monkeypatch.setenv("_GRAFTWORK_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    assert graftwork().stdout.split() == [completed]
 
 
 def test_a_variable_that_breaks_equal_bits_is_refused(params: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,9 @@ from tests.helpers.repository import ROOT
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "AGENTS.md",
+    ROOT / "llms.txt",
+    ROOT / "tasks" / "starter_files" / "README.md",
     *sorted(path for folder in ("docs", "examples") for path in (ROOT / folder).rglob("*.md")),
 ]
 SHELLS = ("bash", "sh", "shell", "console")

@@ -1,11 +1,14 @@
 """What a caller of a deployment may set."""
 
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import yaml
+from prefect.flows import load_flow_from_entrypoint
 from prefect.workers.process import ProcessJobConfiguration
 
-from tasks.deployments import JOB_TEMPLATE, ROOT
+from tasks.deployments import DEPLOYMENTS, job_template
 
 
 @pytest.mark.parametrize(
@@ -18,7 +21,16 @@ from tasks.deployments import JOB_TEMPLATE, ROOT
     ],
     ids=lambda given: next(iter(given)),
 )
-async def test_a_run_takes_no_command_environment_or_folder_from_its_caller(given: dict) -> None:
+async def test_a_run_takes_no_command_environment_or_folder_from_its_caller(
+    given: dict, tmp_path: Path
+) -> None:
     """As Prefect's worker reads a run's job variables; no value here needs its server."""
-    found = await ProcessJobConfiguration.from_template_and_values(JOB_TEMPLATE, given, client=Mock())
-    assert (found.command, found.env, found.working_dir) == (None, {}, ROOT)
+    template = job_template(tmp_path)
+    found = await ProcessJobConfiguration.from_template_and_values(template, given, client=Mock())
+    assert (found.command, found.env, found.working_dir) == (None, {}, tmp_path)
+
+
+def test_every_deployment_is_a_flow_of_the_installed_package() -> None:
+    for wanted in yaml.safe_load(DEPLOYMENTS.read_text())["deployments"]:
+        found = load_flow_from_entrypoint(wanted["entrypoint"], use_placeholder_flow=False)
+        assert found.name == wanted["name"]

@@ -41,6 +41,14 @@ def test_a_sound_installation_has_no_fault(params: Params) -> None:
     }  # fmt: skip
 
 
+def test_versions_outside_a_checkout_are_not_called_in_order(
+    params: Params, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor, "CONSTRAINTS", tmp_path / "constraints.txt")
+    (found,) = (one for one in examine(params) if one.check == "versions")
+    assert (found.seen[:12], found.advice) == ("not compared", "")
+
+
 def test_each_fault_is_found(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
     (params.paths.credentials / "mlflow").chmod(0o640)
     (params.paths.credentials / "trainer").unlink()
