@@ -1,31 +1,20 @@
 """The main job: adapt and release policies, then release a bad revision and watch its rollback, twice.
 
-First an evaluator finds it in its shadow, before any user meets it; then users do. Simulated users send
-unseen problems through the `openai` client and report their verifier's reward. To the release code they are
-ordinary users.
+First an evaluator finds it in its shadow, before any user meets it; then simulated users do.
 """
 
-import asyncio
-import contextlib
 import json
-import threading
 import time
-import uuid
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from prefect import flow
 
-from engine.base.prompts import messages_of
-from engine.errors import ServiceError
 from engine.files import write_whole
 from engine.settings.evaluators import EvaluatorConfig
 from engine.settings.forms import AdaptForm, ReleaseForm
-from engine.settings.own_functions import refuse_unlisted
 from engine.settings.params import Params
-from engine.settings.policies import PolicyConfig
-from engine.threads import background, in_parallel
+from engine.threads import in_parallel
 from flows.adapt import adapt
 from flows.display import print_stage
 from flows.release import release
@@ -37,18 +26,15 @@ from tasks.outcome import (
     Stages,
     judge_rollback,
     judge_shadow,
-    local_key,
     policy_row,
     summary,
 )
 from tasks.progress import show_link, show_table
 from tasks.release import controller
+from tasks.simulated_users import Population, users
 
 # Seconds for which users still ask after a verdict, to show which revision answers them then.
 AFTER_S = 3.0
-# The most users that wait for an answer at the same time, and that start a release.
-PATIENT = 64
-MOST_USERS = 4000
 # The bad revision learns another answer format, or on a real base the opposite of its policy's rule.
 WRONG_FORMAT: dict[str, Any] = {"contract": "json", "steps": 12}
 OTHER_FORMAT = WRONG_FORMAT | {"contract": "terse"}
@@ -133,11 +119,13 @@ def release_to_users(
     hold_others(params, revision)
     # Two cores answer a few users of a language model a second.
     per_second = 30 if is_generated(params, revision.policy) else 3
-    with users(params, revision.policy, per_second / sharing) as answered:
+    with users(params, revision.policy, Population(per_second / sharing)) as crowd:
         form = ReleaseForm(policy=revision.policy, digest=revision.digest, by="demo", **more)
         ended = release(form)
         time.sleep(after_s)
-    return ended, answered
+    # A user without an answer fails the run.
+    crowd.refuse_unanswered()
+    return ended, crowd.answered
 
 
 def hold_others(params: Params, revision: Adapted) -> None:
@@ -148,68 +136,3 @@ def hold_others(params: Params, revision: Adapted) -> None:
         for other in catalog.releases.all(revision.policy, open_only=True):
             if other.revision != revision.digest:
                 client.hold(other.id, "A later run of the main job began.")
-
-
-@contextlib.contextmanager
-def users(params: Params, policy: str, per_second: float) -> Iterator[list[str]]:
-    """Run users who ask a policy and rate its answers until the block ends; gives their requests' ids.
-
-    Raises `ServiceError` when a user got no answer.
-    """
-    leave, answered = threading.Event(), list[str]()
-    crowd = background(lambda: asyncio.run(come_in(params, policy, per_second, leave, answered)))
-    try:
-        yield answered
-    finally:
-        leave.set()
-    # A user without an answer fails the run.
-    crowd.result()
-
-
-async def come_in(
-    params: Params, policy: str, per_second: float, leave: threading.Event, answered: list[str]
-) -> None:
-    """Start a user every 1/`per_second` seconds, each with a problem of the `user` split."""
-    from openai import AsyncOpenAI
-
-    from engine.problems.procedural import stream
-    from engine.problems.verifiers import Verifier
-
-    config = params.policy(policy)
-    problems = stream(config.task, "user", seed=uuid.uuid4().int % 2**31)
-    waiting, crowd = asyncio.Semaphore(PATIENT), []
-    url = f"{params.url('engine')}/v1"
-    asking = AsyncOpenAI(base_url=url, api_key=local_key(params), max_retries=8)
-    refuse_unlisted("verifier", config.verifier, params.python_modules)
-    with Verifier(config) as verifier:
-        async with asking as client:
-            following = time.monotonic()
-            for _, (_, problem) in zip(range(MOST_USERS), problems, strict=False):
-                if leave.is_set():
-                    break
-                await waiting.acquire()
-                user = asyncio.create_task(ask(client, policy, config, verifier, problem))
-                user.add_done_callback(lambda _: waiting.release())
-                crowd.append(user)
-                following = max(following + 1 / per_second, time.monotonic() - 1)
-                await asyncio.sleep(max(0.0, following - time.monotonic()))
-            answered += await asyncio.gather(*crowd)
-
-
-async def ask(client: Any, policy: str, config: PolicyConfig, verifier: Any, problem: Any) -> str:
-    """Be one user: ask as in training, judge the answer, send the reward; return the request's id."""
-    from openai import APIError
-
-    try:
-        answer = await client.chat.completions.create(
-            model=policy,
-            messages=messages_of(problem.asked, config.system, config.few_shot),
-            max_tokens=config.max_tokens,
-            temperature=0,
-            user=f"user-{uuid.uuid4()}",
-        )
-        (rated,) = verifier.judge([(problem, answer.choices[0].message.content or "")]).scores
-        await client.post("/feedback", body={"request_id": answer.id, "reward": rated}, cast_to=object)
-    except APIError as error:
-        raise ServiceError(f"A user of {policy!r} got no answer: {error}") from None
-    return str(answer.id)

@@ -38,6 +38,16 @@ steps = Progress(
 
 
 @contextlib.contextmanager
+def progress_apart(apart: bool) -> Iterator[None]:
+    """Show what the block prints on the console on stderr, since the standard output is a command's JSON."""
+    console.stderr = apart
+    try:
+        yield
+    finally:
+        console.stderr = False
+
+
+@contextlib.contextmanager
 def live() -> Iterator[None]:
     """Show progress bars for all training runs in the block; finished bars stay on the screen."""
     with steps:

@@ -52,6 +52,11 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
+def print_done(as_json: bool, sentence: str, **said: Any) -> None:
+    """Print a sentence, or a JSON object with the sentence and the given fields."""
+    typer.echo(json.dumps({"done": sentence, **said}) if as_json else sentence)
+
+
 def print_result(
     as_json: bool, value: Any, rows: Sequence[Mapping[str, Any]] | None = None, fold: Collection[str] = ()
 ) -> None:

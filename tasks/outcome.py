@@ -71,6 +71,19 @@ class Adapted:
         name = served_name(self.policy, self.digest)
         return {"revision": name, "version": self.version, **self.scores, **seconds}
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the revision as JSON values; a score that was not measured is null."""
+        return {
+            "policy": self.policy,
+            "digest": self.digest,
+            "version": self.version,
+            "directory": str(self.directory),
+            "base": self.base and score_json(self.base),
+            "revision": self.revision and score_json(self.revision),
+            "general": [asdict(one) for one in self.general],
+            "seconds": dict(self.seconds),
+        }
+
 
 @dataclass(frozen=True)
 class Rollback:
@@ -136,6 +149,11 @@ def score_row(score: "Score") -> dict[str, Any]:
     return _scored_row(score, suite, shown, len(score.items))
 
 
+def score_json(score: "Score") -> dict[str, Any]:
+    """Return a score as JSON values, with the number of its items."""
+    return asdict(score) | {"items": len(score.items), "held_out_loss": score.held_out_loss}
+
+
 def perplexity_row(perplexity: "Perplexity") -> dict[str, Any]:
     """Return the table row of a perplexity on general text."""
     suite, shown = f"general version {perplexity.version}", {"perplexity": f"{perplexity.value:.2f}"}
@@ -158,6 +176,11 @@ def release_row(release: Mapping[str, Any]) -> dict[str, Any]:
         "skipped": ", ".join(release["skip_gates"]) or "nothing",
         "seconds": round(release["updated_at"] - release["created_at"], 1),
     }
+
+
+def release_json(release: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an ended release as JSON values."""
+    return {"id": release["id"], **release_row(release), "skipped": list(release["skip_gates"])}
 
 
 def wait_row(wait: Mapping[str, Any]) -> dict[str, str]:

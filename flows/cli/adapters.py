@@ -19,7 +19,7 @@ from engine.catalog.records import served_name
 from engine.errors import ConfigError
 from engine.services import lifecycle as services
 from engine.settings.params import Params
-from flows.entry import PARAMS, By, Json, ParamsFile, ReuseName, enter, print_json, seconds_of
+from flows.entry import PARAMS, By, Json, ParamsFile, ReuseName, enter, print_done, print_json, seconds_of
 from tasks.outcome import Stages, local_key
 from tasks.purge_record import reuse_purged_name
 
@@ -208,7 +208,7 @@ def export(
 
     with opened(params, name) as (settings, catalog, row):
         written = adapters.export(settings, catalog, row, path, packed)
-    told(
+    print_done(
         as_json,
         f"Exported {served_name(row.policy, row.digest)} to {written}.",
         path=str(written),
@@ -248,16 +248,16 @@ def retire(
         if expires:
             catalog.lifecycle.set_expiry(row.policy, row.digest, at)
             done = "never expires." if at is None else f"expires in {after}."
-            return told(as_json, f"{shown} {done}", **said, expires_at=at)
+            return print_done(as_json, f"{shown} {done}", **said, expires_at=at)
         if off:
             catalog.lifecycle.retire(row.policy, row.digest, by, reason, back=True)
             if row.retired_at is None:
-                return told(as_json, f"{shown} was not retired; nothing has changed.", **said)
-            return told(as_json, f"{shown} is served again.", **said, by=by, reason=reason)
+                return print_done(as_json, f"{shown} was not retired; nothing has changed.", **said)
+            return print_done(as_json, f"{shown} is served again.", **said, by=by, reason=reason)
         now = catalog.lifecycle.retire(row.policy, row.digest, by, reason)
     is_new = row.retired_at is None
     done = "is retired." if is_new else f"was retired already, by {now.retired_by}: {now.retired_reason}"
-    told(as_json, f"{shown} {done}", **said, by=now.retired_by, reason=now.retired_reason)
+    print_done(as_json, f"{shown} {done}", **said, by=now.retired_by, reason=now.retired_reason)
 
 
 @contextmanager
@@ -269,8 +269,3 @@ def opened(params: Path, name: str) -> Iterator[tuple[Params, "Catalog", "Revisi
     settings = enter(params)
     with open_catalog(settings.paths) as catalog:
         yield settings, catalog, adapters.find(catalog, name)
-
-
-def told(as_json: bool, sentence: str, **said: Any) -> None:
-    """Print a sentence, or a JSON object with the sentence and the given fields."""
-    typer.echo(json.dumps({"done": sentence, **said}) if as_json else sentence)

@@ -90,6 +90,7 @@ def restore(
     revoke_all_keys: Annotated[
         bool, typer.Option("--revoke-all-keys", help="Let no key of the backup work.")
     ] = False,
+    as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
     """Restore a backup into the settings' empty state directory.
@@ -113,6 +114,9 @@ def restore(
         revoke_all_keys=revoke_all_keys,
         tell=partial(typer.echo, err=True),
     )
+    if as_json:
+        seconds = round(time.monotonic() - began, 3)
+        return print_json(asdict(restored) | {"state_dir": str(restored.state_dir), "seconds": seconds})
     typer.echo(
         f"{restored.name} is restored to {restored.state_dir}: {restored.files:,} files, "
         f"{_size(restored.bytes)}, in {time.monotonic() - began:.1f} s. MLflow's database: {restored.mlflow}."

@@ -10,12 +10,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -37,12 +37,25 @@ from flows.cli import (
     score,
     security,
     serve,
+    simulate,
     store,
     tenants,
 )
-from flows.entry import PARAMS, ParamsFile, ReuseName, check, enter, filled, option, prefer_equal_bits
+from flows.entry import (
+    PARAMS,
+    Json,
+    ParamsFile,
+    ReuseName,
+    check,
+    enter,
+    filled,
+    option,
+    prefer_equal_bits,
+    print_done,
+    print_json,
+)
 from tasks.deployments import install
-from tasks.outcome import Stages, shortcomings
+from tasks.outcome import Adapted, Stages, shortcomings
 from tasks.purge_record import reuse_purged_name
 from tasks.starter import write_starter
 from tasks.stuck_runs import free_stuck, worker_started
@@ -75,13 +88,14 @@ def options(
 @app.command()
 def init(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to begin in; it is made.")],
+    as_json: Json = False,
 ) -> None:
     """Begin outside a checkout: write settings, an example's data and a README into a directory."""
-    for file in write_starter(directory):
-        typer.echo(f"  {file}")
-    typer.echo(
-        f"Go on with `cd {shlex.quote(str(directory))}` and `graftwork up`, or as README.md says there."
-    )
+    files = [str(file) for file in write_starter(directory)]
+    if not as_json:
+        typer.echo("\n".join(f"  {file}" for file in files))
+    go_on = f"Go on with `cd {shlex.quote(str(directory))}` and `graftwork up`, or as README.md says there."
+    print_done(as_json, go_on, files=files)
 
 
 @app.command()
@@ -93,6 +107,7 @@ def run(
             "in a state directory of its own. Default: base.name."
         ),
     ] = None,
+    as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
     """Run the main job: adapt and release the policies, then roll back a bad revision."""
@@ -104,6 +119,7 @@ def run(
 
     began, stages = time.time(), Stages()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(display.progress_apart(as_json))
         with stages("services"):
             build = display.base_builder(settings, stages)
             imports: list[Future[None]] = []
@@ -124,7 +140,7 @@ def run(
 
         with display.live():
             outcome = demo(settings, stages.seconds, began)
-    display.print_outcome(settings, outcome)
+    print_json(outcome.summary) if as_json else display.print_outcome(settings, outcome)
     if faults := shortcomings(outcome.summary, apart=settings.base.name in TOYS):
         raise GraftworkError(" ".join(faults))
 
@@ -138,29 +154,33 @@ def up(
             "repeatable."
         ),
     ] = None,
+    as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
     """Start the services in the background, install the Prefect deployments, end a dead worker's runs."""
     settings = enter(params, starting=True)
-    from flows.display import base_builder, print_addresses, print_service
+    from flows.display import base_builder, print_addresses, print_service, progress_apart
 
     every = (*services.RESIDENT, services.WORKER)
-    started = services.up(settings, base_builder(settings, Stages()), print_service, only or every)
-    if not only:
-        # Also beside running services: a changed schedule, or what failed the first time.
-        print_service("prefect", f"{install(settings)} deployments and their automations")
-        now = time.time()
-        for dead in free_stuck(settings, now, worker_started(settings, now)):
-            print_service("prefect", f"ended: {dead}")
-    typer.echo("The services are running." if started else "The services were already running.")
-    print_addresses(settings)
+    with progress_apart(as_json):
+        started = services.up(settings, base_builder(settings, Stages()), print_service, only or every)
+        if not only:
+            # Also beside running services: a changed schedule, or what failed the first time.
+            print_service("prefect", f"{install(settings)} deployments and their automations")
+            now = time.time()
+            for dead in free_stuck(settings, now, worker_started(settings, now)):
+                print_service("prefect", f"ended: {dead}")
+    done = "The services are running." if started else "The services were already running."
+    print_done(as_json, done, services=[asdict(state) for state in services.status(settings)])
+    if not as_json:
+        print_addresses(settings)
 
 
 @app.command()
-def down(params: ParamsFile = PARAMS) -> None:
+def down(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     """Stop the services that `graftwork up` started."""
     stopped = services.down(enter(params))
-    typer.echo("The services are stopped." if stopped else "No services were running.")
+    print_done(as_json, "The services are stopped." if stopped else "No services were running.")
 
 
 @app.command()
@@ -174,6 +194,7 @@ def adapt(
     loss: Annotated[str | None, option(AdaptForm, "loss")] = None,
     seed: Annotated[int | None, option(AdaptForm, "seed")] = None,
     reuse_name: ReuseName = False,
+    as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
     """Train policies concurrently, then export, register, verify and score a revision of each."""
@@ -194,13 +215,13 @@ def adapt(
     from tasks.steps import preload
 
     preload()
-    rows: dict[str, Mapping[str, Any]] = {}
+    adapted: dict[str, Adapted] = {}
 
     def adapt_one(name: str) -> None:
-        rows[name] = adapt_flow(forms[name]).row()
+        adapted[name] = adapt_flow(forms[name])
 
     try:
-        with display.live():
+        with display.progress_apart(as_json), display.live():
             # Prefect ends a flow cleanly on SIGTERM only in the main thread.
             if len(chosen) > 1:
                 in_parallel(*(partial(adapt_one, name) for name in chosen))
@@ -208,13 +229,18 @@ def adapt(
                 adapt_one(*chosen)
     finally:
         # Print the finished policies even when another one failed.
-        for name in filter(rows.get, chosen):
-            display.print_row(rows[name])
+        finished = [adapted[name] for name in chosen if name in adapted]
+        if as_json:
+            print_json([one.to_json() for one in finished])
+        else:
+            for one in finished:
+                display.print_row(one.row())
 
 
 GROUPS = (
     score,
     decisions,
+    simulate,
     look,
     chat,
     policies,

@@ -12,6 +12,7 @@ from engine.settings.forms import ApprovalForm, IfRunning, ReleaseForm
 from flows.entry import (
     PARAMS,
     By,
+    Json,
     ParamsFile,
     Reason,
     Revision,
@@ -21,8 +22,10 @@ from flows.entry import (
     is_in_catalog_alone,
     option,
     pinned,
+    print_done,
+    print_json,
 )
-from tasks.outcome import release_row
+from tasks.outcome import release_json, release_row
 
 if TYPE_CHECKING:
     from engine.clients.controller import ControllerClient
@@ -57,6 +60,7 @@ def release(
     if_running: Annotated[
         IfRunning, option(ReleaseForm, "if_running", metavar="refuse|wait|replace")
     ] = "refuse",
+    as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
     """Release a revision: probe, score, canary, then promotion or rollback. Waits for the verdict."""
@@ -65,14 +69,16 @@ def release(
     if not (skip_score and is_in_catalog_alone(settings, policy)):
         check(settings, [policy])
     services.require_running(settings)
-    from flows.display import print_row
+    from flows.display import print_row, progress_apart
     from flows.release import release as release_flow
 
     form = filled(
         ReleaseForm, policy=policy, digest=digest, by=by, skip_score=skip_score, skip_shadow=skip_shadow,
         skip_canary=skip_canary, approval_s=approval_s, if_running=if_running,
     )  # fmt: skip
-    print_row(release_row(release_flow(form)))
+    with progress_apart(as_json):
+        ended = release_flow(form)
+    print_json(release_json(ended)) if as_json else print_row(release_row(ended))
 
 
 @app.command()
@@ -83,6 +89,7 @@ def rollback(
         bool, typer.Option("--lift", help="Lift its tombstone instead, so that it may be released again.")
     ] = False,
     by: By = "cli",
+    as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
     """Roll a revision back: write its tombstone, then the route.
@@ -94,7 +101,8 @@ def rollback(
     policy, digest = pinned(revision)
     with reach(params) as controller:
         controller.decide("lift" if lift else "rollback", reason, by, policy=policy, digest=digest)
-    typer.echo(f"The tombstone of {revision} is lifted." if lift else f"{revision} is rolled back.")
+    done = f"The tombstone of {revision} is lifted." if lift else f"{revision} is rolled back."
+    print_done(as_json, done, revision=revision, by=by, reason=reason)
 
 
 @app.command()
@@ -111,6 +119,7 @@ def decide(
         typer.Argument(metavar="[SUBJECT]", help="The policy or revision; none for freeze and thaw."),
     ] = None,
     by: By = "cli",
+    as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
     """Decide about a running release, the champion or all releases, in your name.
@@ -147,7 +156,7 @@ def decide(
             case _:
                 route = controller.decide(decision, reason, by, policy=name, digest=digest)
                 subject = served_name(name, route["champion"]) if decision == "restore" else subject
-    typer.echo(DONE[decision].format(subject))
+    print_done(as_json, DONE[decision].format(subject), subject=subject, by=by, reason=reason)
 
 
 def reach(params: Path) -> "ControllerClient":

@@ -157,7 +157,7 @@ def plan_engines(
     as_json: Json = False,
 ) -> None:
     """Simulate engines under traffic: cold requests, latency, use and cost by number of replicas."""
-    from tasks import simulate as task
+    from tasks import fleet_plan as task
 
     engine, store = task.read_models(calibrate)
     store = replace(

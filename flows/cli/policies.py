@@ -66,6 +66,7 @@ def create(
     max_age_s: Annotated[float | None, option(CreatePolicyForm, "max_age_s")] = None,
     drift_after_s: Annotated[float | None, option(CreatePolicyForm, "drift_after_s")] = None,
     reuse_name: ReuseName = False,
+    as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
     """Create a policy from your own data: split it into training rows and frozen items.
@@ -87,7 +88,7 @@ def create(
         settings, name, data, verifier, owner, base, form.settings(), items,
         lambda lines: typer.echo(f"  {lines} lines", err=True), reuse_name,
     )  # fmt: skip
-    typer.echo(describe(created))
+    print_json(asdict(created)) if as_json else typer.echo(describe(created))
 
 
 @policy_app.command("show")

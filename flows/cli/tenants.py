@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from engine.errors import ConfigError
-from flows.entry import PARAMS, Json, ParamsFile, catalog, print_result, seconds_of
+from flows.entry import PARAMS, Json, ParamsFile, catalog, print_done, print_json, print_result, seconds_of
 
 app = typer.Typer()
 key_app = typer.Typer(
@@ -51,6 +51,7 @@ def key_create(
     tinker: Annotated[
         bool, typer.Option("--tinker", help="Allow what Tinker's SDK does, and print the key as it wants it.")
     ] = False,
+    as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
     """Create a key and print it. Only its hash is stored, so it cannot be printed again."""
@@ -59,7 +60,8 @@ def key_create(
     until = time.time() + seconds_of(expires) if expires else None
     roles = role or ("tinker" if tinker else scope)
     plaintext = catalog(params).keys.create(owner, roles, policy or (), limits_of(limit), until)
-    typer.echo(as_tinkers(plaintext) if tinker else plaintext)
+    shown = as_tinkers(plaintext) if tinker else plaintext
+    print_json({"key": shown}) if as_json else typer.echo(shown)
 
 
 @key_app.command("ls")
@@ -75,17 +77,21 @@ def key_ls(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
 def key_rotate(
     prefix: Prefix,
     overlap: Annotated[str, typer.Option(help="Keep the old key in force for this time.")] = "1h",
+    as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
     """Print a new key in place of an old one, which stays in force for a while."""
-    typer.echo(catalog(params).keys.rotate(prefix, seconds_of(overlap)))
+    key = catalog(params).keys.rotate(prefix, seconds_of(overlap))
+    print_json({"key": key}) if as_json else typer.echo(key)
 
 
 @key_app.command("revoke")
-def key_revoke(prefix: Prefix, params: ParamsFile = PARAMS) -> None:
+def key_revoke(prefix: Prefix, as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     """Revoke a key, so that requests with it are refused."""
     revoked = catalog(params).keys.revoke(prefix)
-    typer.echo(f"Key {revoked.id} of {revoked.owner} is revoked.")
+    print_done(
+        as_json, f"Key {revoked.id} of {revoked.owner} is revoked.", id=revoked.id, tenant=revoked.owner
+    )
 
 
 @key_app.command("limits")
@@ -97,6 +103,7 @@ def key_limits(
     weight: Annotated[
         float | None, typer.Option(help="With --tenant: its weight where the engine is full. 1 is usual.")
     ] = None,
+    as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
     """Replace the limits of a key or a tenant; without --limit it has none."""
@@ -105,14 +112,16 @@ def key_limits(
         if weight is not None:
             raise ConfigError("A weight belongs to a tenant: add --tenant, and name the tenant.")
         changed = keys.limit(name, limits_of(limit), policy)
-        return typer.echo(f"Key {changed.id} of {changed.owner} has {told(changed.limits)}.")
+        done = f"Key {changed.id} of {changed.owner} has {told(changed.limits)}."
+        return print_done(as_json, done, id=changed.id, tenant=changed.owner, limits=dict(changed.limits))
     if policy:
         raise ConfigError("Policies belong to keys: leave out --tenant, and name the key.")
     from dataclasses import replace
 
     known = keys.tenant(name)
     keys.set_tenant(replace(known, limits=limits_of(limit), weight=weight or known.weight))
-    typer.echo(f"Tenant {name} has {told(limits_of(limit))}.")
+    limits = limits_of(limit)
+    print_done(as_json, f"Tenant {name} has {told(limits)}.", tenant=name, limits=limits)
 
 
 @app.command(rich_help_panel=KEYS)
@@ -137,9 +146,10 @@ def tenant(
 
         return print_result(as_json, tenant_rows(keys.tenants()), fold=("limits", "reason"))
     if action == "suspend":
-        return typer.echo(f"Tenant {name} is suspended: {keys.suspend(name, reason).suspended_for}")
+        why = keys.suspend(name, reason).suspended_for
+        return print_done(as_json, f"Tenant {name} is suspended: {why}", tenant=name, reason=why)
     keys.resume(name)
-    typer.echo(f"Tenant {name} is resumed.")
+    print_done(as_json, f"Tenant {name} is resumed.", tenant=name)
 
 
 def limits_of(given: list[str] | None) -> dict[str, float]:

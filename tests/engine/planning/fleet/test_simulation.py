@@ -15,7 +15,7 @@ from engine.planning.fleet import storm
 from engine.planning.fleet.assumptions import EngineModel, FleetOutcome, Scenario, StoreModel
 from engine.planning.fleet.placement import Anywhere, Ring
 from engine.planning.fleet.simulation import popularity, simulate
-from tasks.simulate import read_models
+from tasks.fleet_plan import read_models
 from tests.helpers.command_line import graftwork
 
 SMALL = Scenario(policies=20_000, engines=4, rate=24.0, host=1000, seconds=90.0, seed=3)
