@@ -11,18 +11,20 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.base.prompts import messages_of
 from engine.errors import ConfigError, GraftworkError, ServiceError
-from engine.problems.procedural import Problem, stream
-from engine.problems.verifiers import Verifier
 from engine.settings.own_functions import LIKELIHOODS, refuse_unlisted
 from engine.settings.params import Params
 from engine.settings.policies import PolicyConfig
 from engine.threads import background
 from tasks.outcome import local_key, release_json
 from tasks.release import controller
+
+if TYPE_CHECKING:
+    from engine.problems.procedural import Problem
+    from engine.problems.verifiers import Verifier
 
 # The most users that wait for an answer at the same time, and for how long one does.
 PATIENT, PATIENCE_S = 64, 120.0
@@ -111,6 +113,8 @@ def users(params: Params, policy: str, population: Population) -> Iterator[Crowd
     At its end those who wait get their answers. Raises `ConfigError` for ratings without a verifier, and the
     verifier's own errors.
     """
+    from engine.problems.verifiers import Verifier
+
     config, crowd = params.policy(policy), Crowd(policy)
     refuse_unlisted("verifier", config.verifier, params.python_modules)
     with Verifier(config) if population.share(config) else contextlib.nullcontext() as verifier:
@@ -123,10 +127,12 @@ def users(params: Params, policy: str, population: Population) -> Iterator[Crowd
 
 
 async def _come_in(
-    params: Params, config: PolicyConfig, population: Population, verifier: Verifier | None, crowd: Crowd
+    params: Params, config: PolicyConfig, population: Population, verifier: "Verifier | None", crowd: Crowd
 ) -> None:
     """Start a user every 1/`per_second` seconds, each with a problem of the `user` split."""
     from openai import AsyncOpenAI
+
+    from engine.problems.procedural import stream
 
     seed = uuid.uuid4().int % 2**31
     draw, waiting, following = random.Random(seed), asyncio.Semaphore(PATIENT), time.monotonic()
@@ -150,7 +156,12 @@ async def _come_in(
 
 
 async def ask(
-    client: Any, user: str, config: PolicyConfig, verifier: Verifier | None, problem: Problem, crowd: Crowd
+    client: Any,
+    user: str,
+    config: PolicyConfig,
+    verifier: "Verifier | None",
+    problem: "Problem",
+    crowd: Crowd,
 ) -> None:
     """Be one user: ask as in training; with a verifier judge the answer and send the reward."""
     from openai import APIError

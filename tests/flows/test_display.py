@@ -106,3 +106,11 @@ def test_a_warning_of_a_collapse_is_a_line_of_its_own_at_any_step(screen, termin
     plain = re.sub(r"\x1b\[[\d?]*[A-Za-z]", "", written.getvalue())
     assert plain.count("sums, step 2: It repeats '[b]me[/b]'.") == 1
     assert plain.count("It repeats") == 1
+
+
+def test_beside_json_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    with display.progress_apart(True):
+        display.print_service("engine", "starting")
+    display.print_service("engine", "ready")
+    said, apart = capsys.readouterr()
+    assert ("starting" in apart, "starting" in said, "ready" in said) == (True, False, True)
