@@ -183,7 +183,8 @@ async def ask(
         crowd.unanswered.append(str(error) or f"It waited for {PATIENCE_S:g} s.")
         return
     crowd.answered.append(str(answer.id))
-    tally = crowd.revisions.setdefault(answer.model, Tally())
+    # While a policy has no champion, the base answers under the policy's name.
+    tally = crowd.revisions.setdefault(answer.model if "@" in answer.model else "base", Tally())
     tally.answers += 1
     if verifier:
         tally.ratings, tally.rewards = tally.ratings + 1, tally.rewards + reward

@@ -7,6 +7,8 @@ import typer
 from engine.clients.engine import EngineClient
 from flows.entry import PARAMS, Json, ParamsFile, check, enter, print_json
 from tasks.outcome import local_key, release_row
+from tasks.simulated_users import Population, wait_for_release
+from tasks.simulated_users import users as come
 
 app = typer.Typer()
 
@@ -41,15 +43,14 @@ def simulate(
     settings = enter(params)
     check(settings, [policy])
     from flows.display import console, print_row, print_rows, progress_apart
-    from tasks import simulated_users as task
 
     with EngineClient(settings.url("engine"), local_key(settings)) as engine:
         engine.find_model(policy)
     with progress_apart(as_json), console.status("The first users come.") as shown:
-        with task.users(settings, policy, task.Population(rate, rated, users)) as crowd:
+        with come(settings, policy, Population(rate, rated, users)) as crowd:
             ended, is_stopped = None, False
             try:
-                ended = task.wait_for_release(settings, crowd, seconds, lambda: shown.update(f"{crowd}."))
+                ended = wait_for_release(settings, crowd, seconds, lambda: shown.update(f"{crowd}."))
             except KeyboardInterrupt:
                 # Those who wait still get their answers, and the summary has them.
                 is_stopped = True
