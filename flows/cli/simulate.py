@@ -4,11 +4,8 @@ from typing import Annotated
 
 import typer
 
-from engine.clients.engine import EngineClient
 from flows.entry import PARAMS, Json, ParamsFile, check, enter, print_json
 from tasks.outcome import local_key, release_row
-from tasks.simulated_users import Population, wait_for_release
-from tasks.simulated_users import users as come
 
 app = typer.Typer()
 
@@ -42,7 +39,10 @@ def simulate(
     """
     settings = enter(params)
     check(settings, [policy])
+    from engine.clients.engine import EngineClient
     from flows.display import console, print_row, print_rows, progress_apart
+    from tasks.simulated_users import Population, wait_for_release
+    from tasks.simulated_users import users as come
 
     with EngineClient(settings.url("engine"), local_key(settings)) as engine:
         engine.find_model(policy)

@@ -232,7 +232,7 @@ def test_ctrl_c_ends_with_a_summary(site: Path, monkeypatch: pytest.MonkeyPatch)
     def pressed(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("flows.cli.simulate.wait_for_release", pressed)
+    monkeypatch.setattr("tasks.simulated_users.wait_for_release", pressed)
     done = graftwork("simulate", "sums", "--json", "--seconds", "9", "--params", str(site))
     assert done.returncode == 130
     assert json.loads(done.stdout)["answered"] == len(Site.asked)
