@@ -15,6 +15,8 @@ SMALL_BODY = 64 << 10
 # Token ids in and out, for what trains and scores.
 ROLLOUTS, SAMPLES = "/graftwork/rollouts", "/graftwork/samples"
 OF_TOKENS = (ROLLOUTS, SAMPLES)
+# Answers with `choices`: their streams have usage when `stream_options` ask, those of others always do.
+OF_CHOICES = ("/v1/completions", "/v1/chat/completions")
 
 
 class Kind(Enum):
