@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 
 from engine.catalog.catalog import Catalog
 from engine.errors import DamagedBytes
-from engine.serving.gateway.call import Unmetered
+from engine.serving.gateway.call import Metering
 from engine.serving.gateway.gateway import Gateway
 from engine.serving.gateway.holding import unless_left
 from engine.serving.gateway.routing import Router
@@ -51,7 +51,7 @@ async def test_the_route_is_followed_and_observed(world):
 
 async def test_a_gateway_without_limits_usage_and_suggestions_serves_all_the_same(world):
     """What is optional is handed in: without it requests, texts and models are answered, cold and warm."""
-    world.state.meter, world.state.router = Unmetered(), Router(world.catalog, "tiny", "base")
+    world.state.meter, world.state.router = Metering(), Router(world.catalog, "tiny", "base")
     async with world.client() as client:
         for _ in range(2):
             response = await client.post(
