@@ -19,7 +19,7 @@ from engine.serving.gateway.call import Call, Size
 from engine.serving.gateway.constraints import FIELDS, constraints_of
 from engine.serving.gateway.request_depth import MOST_DEPTH, is_deeper
 from engine.serving.gateway.request_fields import DROPPED, ROUTERS_OWN, Fields
-from engine.serving.gateway.route_table import OF_CHOICES, OF_TOKENS, Kind
+from engine.serving.gateway.route_table import OF_CHOICES, SAMPLES, Kind
 from engine.settings.releases import SEGMENT_NAME
 
 # A client has this many seconds to send its body.
@@ -167,9 +167,9 @@ def session_of(headers: Mapping[str, str]) -> str | None:
 def purpose_of(path: str, headers: Mapping[str, str], key: Key) -> str:
     """Return the request's purpose. Raises `Refused` for an unknown one, `Forbidden` without its role.
 
-    Without the header it is `rollout` for the paths of rollouts and samples, else `user`.
+    Without the header it is `rollout` for samples, else `user`.
     """
-    purpose = headers.get("x-graftwork-purpose", "rollout" if path in OF_TOKENS else "user")
+    purpose = headers.get("x-graftwork-purpose", "rollout" if path == SAMPLES else "user")
     roles = PURPOSES.get(purpose)
     if roles is None:
         known = ", ".join(sorted(PURPOSES))

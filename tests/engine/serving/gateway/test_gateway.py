@@ -120,7 +120,7 @@ async def test_the_segment_is_observed(world):
         ("pin", "/v1/completions", {"model": "sums@cccc"}, {}, 404, "no revision 'cccc'"),
         ("user", "/v1/completions", [1], {}, 400, "JSON object"),
         ("user", "/v1/completions", {"model": "sums"}, {"x-graftwork-purpose": "score"}, 403, "role 'score'"),
-        ("user", "/graftwork/rollouts", {"model": "sums"}, {}, 403, "role 'score' or 'train'"),
+        ("user", "/graftwork/samples", {"model": "sums"}, {}, 403, "role 'score' or 'train'"),
         ("score", "/v1/completions", {"model": "sums"}, {"x-graftwork-purpose": "fun"}, 400, "not 'fun'"),
         ("user", "/v1/completions", {"model": "sums"}, {"x-graftwork-segment": "a b"}, 400, "not 'a b'"),
         ("admin", "/v1/load_lora_adapter", {}, {}, 404, "not served"),
@@ -200,10 +200,10 @@ async def test_every_model_has_its_bases_tokens_and_needs_no_load(world, path):
     assert world.engine.prepared == []
 
 
-async def test_rollouts_are_rollouts_without_a_header(world):
+async def test_samples_are_rollouts_without_a_header(world):
     async with world.client("score") as client:
-        await client.post("/graftwork/rollouts", json=PINNED)
-        await client.post("/graftwork/rollouts", json=PINNED, headers={"x-graftwork-purpose": "probe"})
+        await client.post("/graftwork/samples", json=PINNED)
+        await client.post("/graftwork/samples", json=PINNED, headers={"x-graftwork-purpose": "probe"})
         await client.post("/v1/completions", json=PINNED)
     assert [row["purpose"] for _, row in world.events.rows] == ["rollout", "probe", "user"]
     assert world.loads == ["background"]
