@@ -26,7 +26,7 @@ PATHS = {
     ),
     "controller": (
         "/", "/health", "/status", "/metrics", "/policies", "/releases", "/ledger/observations", "/notices",
-        "/notices/inbox", "/mlflow/webhook", "/promote", "/rollback", "/purge", "/freeze", "/docs",
+        "/notices/inbox", "/promote", "/rollback", "/purge", "/freeze", "/docs",
         "/openapi.json",
     ),
     "mlflow": (
