@@ -16,7 +16,7 @@ import orjson
 from engine.serving.gateway.asgi import App, Message, Send
 from engine.serving.gateway.call import DIGITS, SEED_DIGITS, Call, GatewayState
 from engine.serving.gateway.forwarding import forward
-from engine.serving.gateway.route_table import GENERATING
+from engine.serving.gateway.route_table import OF_CHOICES
 from engine.serving.gateway.routing import CANARY
 
 SUBSCRIBED_S = 10.0
@@ -133,7 +133,7 @@ class AnswerCopies:
             int(call.id[SEED_DIGITS:], 16) < share * NUMBERS
             and call.purpose == "user"
             and call.target.arm in ARMS
-            and call.endpoint.path in GENERATING
+            and call.endpoint.path in OF_CHOICES
             and call.size.samples == 1
             # Read before anybody asked for copies.
             and bool(call.raw)
