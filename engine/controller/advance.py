@@ -23,18 +23,30 @@ SKIPPABLE = ("score", "shadow", "canary")
 # The share by which a revision's perplexity on general text may be above the base's.
 GENERAL_MARGIN = 0.05
 
+# What an offline score is without a verifier of answers, by what stands in its place.
+SCORES = {
+    "likelihood": "The likelihood of held-out answers",
+    "preference": "The share of held-out pairs whose better answer is likelier",
+}
+
 
 @dataclass(frozen=True)
 class OfflineScore:
     """Mean scores of revision and baseline, in [0, 1], on the `items` that both have answered.
 
-    `low` is the lower bound of the paired difference's 95% interval.
+    `low` is the lower bound of the paired difference's 95% interval. `verifier` is that of the policy.
     """
 
     items: int
     revision: float
     baseline: float
     low: float = -1.0
+    verifier: str = ""
+
+    @property
+    def name(self) -> str:
+        """What was scored, in words."""
+        return SCORES.get(self.verifier, "The offline score")
 
 
 @dataclass(frozen=True)
@@ -158,12 +170,12 @@ def _score(release: Release, evidence: Evidence) -> Action:
     if settings.feedback == "none" and score.low < -settings.score_margin:
         return Action(
             "hold",
-            f"The offline score went from {figures}, and may have fallen by {-score.low:.3f}. Without "
+            f"{score.name} went from {figures}, and may have fallen by {-score.low:.3f}. Without "
             f"feedback it decides, and {settings.score_margin:g} is allowed: score more items.",
         )
     if change < -settings.score_margin:
-        return Action("hold", f"The offline score fell from {figures}; {settings.score_margin:g} is allowed.")
-    return _language(evidence.language, f"The offline score went from {figures}.")
+        return Action("hold", f"{score.name} fell from {figures}; {settings.score_margin:g} is allowed.")
+    return _language(evidence.language, f"{score.name} went from {figures}.")
 
 
 def _language(language: LanguageScore | None, so_far: str) -> Action:
