@@ -105,7 +105,7 @@ class EvaluationLoop:
             log.debug("No copies: %s", error)
             return
         for release in evaluated.values():
-            release.note_times(told["users"], answering.http)
+            release.note_times(told["users"])
         for copy in told["copies"]:
             if copy["policy"] in evaluated:
                 evaluated[copy["policy"]].take(copy, answering.http)

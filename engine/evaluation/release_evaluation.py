@@ -46,7 +46,8 @@ class ReleaseEvaluation:
     """
 
     def __init__(self, release: Release, load: Load, emit: Emit, progress: EvaluationProgress):
-        self.release, self._load, self._emit, self._progress = release, load, emit, progress
+        self.release, self._load, self._emit = release, load, emit
+        self._spent, self._units = progress.spent, set(progress.units)
         self._settings = ReleaseConfig.stored(release.settings)
         self._missing = set(self._settings.asked_evaluators)
         self._load_at = 0.0
@@ -67,17 +68,18 @@ class ReleaseEvaluation:
         self.release = release
         if self._missing and time.monotonic() >= self._load_at:
             self._load_missing()
+        is_asking = release.step == "shadow" and not release.paused
         # Without one of those that decide a comparison decides nothing.
         is_whole = not self._missing & self._settings.deciding_evaluators.keys()
-        if release.step == "shadow" and self._shadow is None and is_whole:
-            self._shadow = Shadow(release, self._scorers, self._emit, set(self._progress.units))
-        if release.step != "shadow" and self._shadow is not None:
+        if is_asking and self._shadow is None and is_whole:
+            self._shadow = Shadow(release, self._scorers, self._emit, self._units)
+        if not is_asking and self._shadow is not None:
             self._shadow.close()
             self._shadow = None
 
     def _load_missing(self) -> None:
         for name in sorted(self._missing):
-            config, spent = self._settings.evaluators[name], self._progress.spent.get(name, 0.0)
+            config, spent = self._settings.evaluators[name], self._spent.get(name, 0.0)
             try:
                 evaluator = self._load(self.release.policy, config)
             except Exception as error:
@@ -122,10 +124,10 @@ class ReleaseEvaluation:
             if is_scored and self._places.acquire(blocking=False):
                 self._pool.submit(score, scorer).add_done_callback(lambda _: self._places.release())
 
-    def note_times(self, times: Mapping[str, Sequence[float]], engine: httpx.Client) -> None:
+    def note_times(self, times: Mapping[str, Sequence[float]]) -> None:
         """Take seconds to the first byte of an engine's users since the last call, by the answer's kind."""
         if self._shadow is not None:
-            self._shadow.note_times(times, engine)
+            self._shadow.note_times(times)
 
     def close(self) -> None:
         """End the evaluators; answers that still wait are not scored."""

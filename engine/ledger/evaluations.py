@@ -32,13 +32,12 @@ PAIRS = """
         theirs.completion_tokens, mine.completion_tokens, shadows.request, shadows.answer
     FROM shadows JOIN observations theirs ON theirs.id = shadows.request
         JOIN observations mine ON mine.id = shadows.answer
-    WHERE shadows.release = $release ORDER BY shadows.rowid
+    WHERE shadows.release = $release AND shadows.id NOT IN (SELECT unnest($known::VARCHAR[]))
+    ORDER BY shadows.rowid
 """
 PAIR_SCORES = """
     SELECT request, evaluator, version, score FROM evaluations
-    WHERE release = $release AND score IS NOT NULL
-        AND request IN (SELECT request FROM shadows WHERE release = $release
-            UNION SELECT answer FROM shadows WHERE release = $release)
+    WHERE release = $release AND score IS NOT NULL AND request IN (SELECT unnest($answers::VARCHAR[]))
 """
 USES = """
     SELECT evaluator, version, count(score), count(*) FILTER (score IS NULL), arg_max(fault, "at"),
@@ -112,17 +111,21 @@ def live_scores(ledger: duckdb.DuckDBPyConnection, release: Release) -> list[Liv
     return list(starmap(LiveScore, ledger.execute(SCORED, of_canary(release) | _named(release)).fetchall()))
 
 
-def shadow_pairs(ledger: duckdb.DuckDBPyConnection, release: Release) -> list[ShadowPairRow]:
-    """Return a release's pairs of answers, in order of arrival."""
-    return list(starmap(ShadowPairRow, ledger.execute(PAIRS, _named(release)).fetchall()))
+def shadow_pairs(
+    ledger: duckdb.DuckDBPyConnection, release: Release, known: Iterable[str]
+) -> list[ShadowPairRow]:
+    """Return a release's pairs of answers but for those of these ids, in order of arrival."""
+    asked = _named(release) | {"known": list(known)}
+    return list(starmap(ShadowPairRow, ledger.execute(PAIRS, asked).fetchall()))
 
 
 def pair_scores(
-    ledger: duckdb.DuckDBPyConnection, release: Release
+    ledger: duckdb.DuckDBPyConnection, release: Release, pairs: Sequence[ShadowPairRow]
 ) -> dict[str, dict[tuple[str, str], float]]:
-    """Return the scores of a shadow's answers and those beside them: by answer, by evaluator and version."""
+    """Return the scores of the answers of pairs: by answer, by evaluator and version."""
+    asked = _named(release) | {"answers": [id for pair in pairs for id in (pair.request, pair.answer)]}
     scores: dict[str, dict[tuple[str, str], float]] = defaultdict(dict)
-    for answer, evaluator, version, score in ledger.execute(PAIR_SCORES, _named(release)).fetchall():
+    for answer, evaluator, version, score in ledger.execute(PAIR_SCORES, asked).fetchall():
         scores[answer][evaluator, version] = score
     return scores
 

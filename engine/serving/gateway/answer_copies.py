@@ -1,7 +1,8 @@
 """Copies of users' answers for the process that judges them, in memory and while it asks for them.
 
 It asks every second or so, and each time says what to copy. Once it has not asked for `SUBSCRIBED_S`, calls
-go past this module, as they do where nobody ever asked. Text is joined and encoded when it is taken.
+go past this module, as they do where nobody ever asked. Text is joined and encoded when it is taken. A
+shadow's questions wait here for a quiet moment.
 """
 
 import asyncio
@@ -28,6 +29,8 @@ WAITING_BYTES, WAITING_S, OTHER_BYTES = 64 << 20, 120.0, 2048
 TAKEN_BYTES = 4 << 20
 # Of users' calls since the last time: how long they took.
 MOST_TIMES = 1 << 12
+# The last calls of which the mean is the usual number under way, and a shadow's look whether there are more.
+USUAL_OF, LOOK_S = 128, 0.01
 ARMS = ("champion", CANARY, "base")
 COPIED = (
     "id", "at", "policy", "digest", "arm", "unit", "key", "status", "outcome", "prompt_tokens",
@@ -66,6 +69,8 @@ class AnswerCopies:
         # Whether a user's answer was streamed, and after how many seconds its first byte came.
         self._times: deque[tuple[bool, float]] = deque(maxlen=MOST_TIMES)
         self._end: asyncio.TimerHandle | None = None
+        # Calls under way, a shadow's aside, and how many usually are; a shadow's call that comes next waits.
+        self._under_way, self._usual, self._turn = 0, 0.0, asyncio.Lock()
 
     def subscribe(self, state: GatewayState, shares: Mapping[str, float]) -> None:
         """Copy this share of the answers of each policy for `SUBSCRIBED_S`, and of others none."""
@@ -108,13 +113,20 @@ class AnswerCopies:
 
     async def forward(self, call: Call, app: App) -> None:
         """Forward a call (`forwarding.forward`), and copy its answer if it is one of those."""
+        if call.purpose == "shadow":
+            await self._quiet()
+            await forward(call, app)
+            return
         send, started = call.send, perf_counter()
         recorder = Recorder(send) if self._is_chosen(call) else None
         if recorder is not None:
             call.send = recorder.send
+        self._under_way += 1
+        self._usual += (self._under_way - self._usual) / USUAL_OF
         try:
             await forward(call, app)
         finally:
+            self._under_way -= 1
             # Another may answer in its place.
             call.send = send
         answer = call.answer
@@ -126,6 +138,16 @@ class AnswerCopies:
         self._times.append((answer.is_stream, answer.first_at - started))
         if recorder is not None and recorder.is_whole and answer.outcome is not None:
             self._keep(call, recorder)
+
+    async def _quiet(self) -> None:
+        """Wait until no more calls than usual are under way; a shadow's start one after another.
+
+        What is computed beside the most calls at once makes those wait who wait longest.
+        """
+        async with self._turn:
+            await asyncio.sleep(LOOK_S)
+            while self._under_way > self._usual:
+                await asyncio.sleep(LOOK_S)
 
     def _is_chosen(self, call: Call) -> bool:
         share = self._shares.get(call.target.policy or "", 0.0)
