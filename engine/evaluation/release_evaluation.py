@@ -4,9 +4,8 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -25,29 +24,23 @@ AT_ONCE, MOST_WAITING = 8, 32
 LOAD_AGAIN_S = 30.0
 # Returns the evaluator of a policy by its settings; may raise anything.
 Load = Callable[[str, EvaluatorConfig], Evaluator]
+Progress = tuple[Mapping[str, float], Iterable[str]]
 log = logging.getLogger("graftwork.evaluation")
 # Steps of a release in which users' answers are copied.
 EVALUATED = ("shadow", "canary")
-
-
-@dataclass(frozen=True)
-class EvaluationProgress:
-    """What the ledger has of a release: the cost by evaluator, and the units that the shadow has met."""
-
-    spent: Mapping[str, float] = field(default_factory=dict)
-    units: frozenset[str] = frozenset()
 
 
 class ReleaseEvaluation:
     """Scores the copies of a release's answers by its evaluators, until it is closed.
 
     `load` returns the evaluator of a policy by its settings. One that cannot be loaded is tried again, and
-    each time the reason is a row of the ledger.
+    each time the reason is a row of the ledger. `progress` is the cost by evaluator before, and the units
+    that the shadow has met.
     """
 
-    def __init__(self, release: Release, load: Load, emit: Emit, progress: EvaluationProgress):
+    def __init__(self, release: Release, load: Load, emit: Emit, progress: Progress):
         self.release, self._load, self._emit = release, load, emit
-        self._spent, self._units = progress.spent, set(progress.units)
+        self._spent, self._units = progress[0], set(progress[1])
         self._settings = ReleaseConfig.stored(release.settings)
         self._missing = set(self._settings.asked_evaluators)
         self._load_at = 0.0
@@ -86,13 +79,9 @@ class ReleaseEvaluation:
                 # A function's module, a key's file and what MLflow has may fail in any way.
                 log.error("The evaluator %r of %s: %s", name, self.release.policy, error)
                 self._emit(
-                    "evaluations",
-                    release=self.release.id,
-                    policy=self.release.policy,
-                    evaluator=name,
-                    version=config.version,
-                    fault=f"unloaded: {error}",
-                )
+                    "evaluations", release=self.release.id, policy=self.release.policy, evaluator=name,
+                    version=config.version, fault=f"unloaded: {error}",
+                )  # fmt: skip
             else:
                 self._scorers.append(Scorer(self.release, name, config, evaluator, self._emit, spent))
                 self._missing.discard(name)

@@ -27,19 +27,19 @@ SHADOWS = uuid.UUID("0f6f3c57-6f0c-5c43-9a43-64f7d5a4a7c1")
 # Questions that wait (2 MB each at most), and how often the next is looked for while there is none.
 MOST_WAITING, EVERY_S = 32, 0.1
 # Questions for each answer of users, those that are saved up and under way at most.
-SHARE, MOST_SAVED, AT_ONCE = 0.125, 8.0, 4
+SHARE, MOST_SAVED, AT_ONCE = 0.12, 16.0, 4
 # Without a saved one the next may follow alone, after so many times the seconds that the last answer took.
 ALONE_AFTER = 3.0
 # Users' text is let go after so many seconds.
 OLDEST_S = 120.0
 # It rests for the first of these seconds in every so many, so that users are also met alone.
-ALONE_S, TURN_S = 2.0, 20.0
+ALONE_S, TURN_S = 3.0, 30.0
 # Users' times that are compared, at least and at most; beside it they may be longer by this share.
-LEAST_TIMES, MOST_TIMES, SUFFERS, REST_S = 100, 500, 1.2, 4.0
+LEAST_TIMES, MOST_TIMES, SUFFERS = 100, 500, 1.2
 # It is compared four times a second: fewer standard errors would often be luck.
 SURE = 4.0
 # Of an engine that stops or cannot read its catalog; other errors of a server are the revision's.
-SERVER_ERROR, UNAVAILABLE = 500, 503
+UNAVAILABLE = 503
 log = logging.getLogger("graftwork.evaluation")
 
 
@@ -52,23 +52,20 @@ class UsersTimes:
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._began = clock, clock()
         self._times = defaultdict[tuple[str, bool], deque[float]](lambda: deque(maxlen=MOST_TIMES))
-        self._rests_until = 0.0
 
     def add(self, times: Mapping[str, Sequence[float]], is_beside: bool) -> None:
-        """Take users' times by kind; where they suffer, the shadow rests."""
+        """Take users' times by kind; where they suffer, they are alone from now on, and then met anew."""
         for kind, seconds in times.items():
             self._times[kind, is_beside].extend(seconds)
             alone, beside = self._times[kind, False], self._times[kind, True]
             if min(len(alone), len(beside)) >= LEAST_TIMES and are_longer(beside, alone):
-                self._rests_until = self._clock() + REST_S
-                # As of its next turn they are met anew.
+                self._began = self._clock()
                 beside.clear()
 
     @property
     def lets_pass(self) -> bool:
         """Whether the shadow may ask now."""
-        now = self._clock()
-        return now >= self._rests_until and (now - self._began) % TURN_S >= ALONE_S
+        return (self._clock() - self._began) % TURN_S >= ALONE_S
 
 
 def are_longer(beside: Sequence[float], alone: Sequence[float]) -> bool:
@@ -110,7 +107,6 @@ class Shadow:
 
     def __init__(self, release: Release, scorers: Sequence[Scorer], emit: Emit, units: set[str]):
         self._release, self._scorers, self._emit, self._units = release, scorers, emit, units
-        self._model = served_name(release.policy, release.revision)
         self._waiting: deque[Question] = deque(maxlen=MOST_WAITING)
         self._lock, self._scoring, self._is_closed = threading.Lock(), threading.Lock(), False
         self._under_way, self._saved, self._free_at = 0, 0.0, 0.0
@@ -162,7 +158,7 @@ class Shadow:
                         self._units.discard(question.unit)
 
     def _next(self) -> Question | None:
-        """Return the question that may be asked now: of the newest the answer is most like users' next ones."""
+        """Return the newest question, if one may be asked now: its answer is most like users' next ones."""
         with self._lock:
             is_free = not self._under_way and time.monotonic() >= self._free_at
             while self._waiting and not self._is_closed and (self._saved >= 1.0 or is_free):
@@ -175,9 +171,17 @@ class Shadow:
 
     def _compare(self, question: Question) -> bool:
         """Have the revision answer, and the evaluators compare; return whether that is evidence."""
-        copy, exchange = question.copy, question.exchange
-        response = self._ask(question)
-        if response is None or self._is_closed or not says_something(response):
+        copy, exchange, release = question.copy, question.exchange, self._release
+        body = follow_up_body(copy["request"]) | {"model": served_name(release.policy, release.revision)}
+        began = time.monotonic()
+        try:
+            response = question.engine.post(copy["path"], json=body)
+        except httpx.HTTPError as error:
+            log.warning("A shadow's question got no answer: %r.", error)
+            return False
+        self._free_at = time.monotonic() + ALONE_AFTER * (time.monotonic() - began)
+        is_fault = response.is_server_error and response.status_code != UNAVAILABLE
+        if self._is_closed or not (response.is_success or is_fault):
             return False
         # The id of its observation, as the gateway makes it of the request's.
         own = copy["id"][: -len(response.headers["x-request-id"])] + response.headers["x-request-id"]
@@ -185,21 +189,15 @@ class Shadow:
         if response.is_success and answered is not None:
             answers = [
                 Answered(copy["id"], copy["digest"], exchange.answer),
-                Answered(own, self._release.revision, answered.answer),
+                Answered(own, release.revision, answered.answer),
             ]
             if not self._score(exchange, answers):
                 return False
+        id = str(uuid.uuid5(SHADOWS, f"{release.id}/{question.unit}"))
         self._emit(
-            "shadows",
-            id=str(uuid.uuid5(SHADOWS, f"{self._release.id}/{question.unit}")),
-            release=self._release.id,
-            request=copy["id"],
-            answer=own,
-            policy=self._release.policy,
-            digest=self._release.revision,
-            unit=question.unit,
-            key=copy["key"],
-        )
+            "shadows", id=id, release=release.id, request=copy["id"], answer=own, policy=release.policy,
+            digest=release.revision, unit=question.unit, key=copy["key"],
+        )  # fmt: skip
         return True
 
     def _score(self, exchange: Exchange, answers: Sequence[Answered]) -> bool:
@@ -213,21 +211,3 @@ class Shadow:
                 if scored.may_pass and scored.scores is None and scorer.config.decides != "nothing":
                     return False
         return True
-
-    def _ask(self, question: Question) -> httpx.Response | None:
-        """Return the revision's answer; None where there is none."""
-        body = follow_up_body(question.copy["request"]) | {"model": self._model}
-        began = time.monotonic()
-        try:
-            return question.engine.post(question.copy["path"], json=body)
-        except httpx.HTTPError as error:
-            log.warning("A shadow's question got no answer: %r.", error)
-            return None
-        finally:
-            self._free_at = time.monotonic() + ALONE_AFTER * (time.monotonic() - began)
-
-
-def says_something(response: httpx.Response) -> bool:
-    """Return whether a response is an answer of the revision, or its fault."""
-    status = response.status_code
-    return response.is_success or (status >= SERVER_ERROR and status != UNAVAILABLE)

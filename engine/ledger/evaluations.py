@@ -30,8 +30,8 @@ SCORED = f"""
 PAIRS = """
     SELECT shadows.id, shadows.unit, shadows.key, theirs.status, mine.status, theirs.outcome, mine.outcome,
         theirs.completion_tokens, mine.completion_tokens, shadows.request, shadows.answer
-    FROM shadows JOIN observations theirs ON theirs.id = shadows.request
-        JOIN observations mine ON mine.id = shadows.answer
+    FROM shadows JOIN observations theirs ON theirs.id = shadows.request AND theirs."at" >= $since
+        JOIN observations mine ON mine.id = shadows.answer AND mine."at" >= $since
     WHERE shadows.release = $release AND shadows.id NOT IN (SELECT unnest($known::VARCHAR[]))
     ORDER BY shadows.rowid
 """
@@ -47,7 +47,7 @@ USES = """
 SHADOW_COST = """
     SELECT count(*), coalesce(sum(latency_s), 0),
         coalesce(sum(coalesce(prompt_tokens, 0) + coalesce(completion_tokens, 0)), 0)::BIGINT
-    FROM observations WHERE id IN (SELECT answer FROM shadows WHERE release = $release)
+    FROM observations WHERE "at" >= $since AND id IN (SELECT answer FROM shadows WHERE release = $release)
 """
 UNITS = "SELECT unit FROM shadows WHERE release = $release"
 
@@ -115,7 +115,7 @@ def shadow_pairs(
     ledger: duckdb.DuckDBPyConnection, release: Release, known: Iterable[str]
 ) -> list[ShadowPairRow]:
     """Return a release's pairs of answers but for those of these ids, in order of arrival."""
-    asked = _named(release) | {"known": list(known)}
+    asked = _since(release) | {"known": list(known)}
     return list(starmap(ShadowPairRow, ledger.execute(PAIRS, asked).fetchall()))
 
 
@@ -137,7 +137,7 @@ def evaluator_uses(ledger: duckdb.DuckDBPyConnection, release: Release) -> list[
 
 def shadow_cost(ledger: duckdb.DuckDBPyConnection, release: Release) -> tuple[int, float, int]:
     """Return a shadow's answers, the engine's seconds for them, and their tokens, prompts included."""
-    row: tuple[int, float, int] = ledger.execute(SHADOW_COST, _named(release)).fetchall()[0]
+    row: tuple[int, float, int] = ledger.execute(SHADOW_COST, _since(release)).fetchall()[0]
     return row
 
 
@@ -161,3 +161,8 @@ def release_progress(
 
 def _named(release: Release) -> dict[str, Any]:
     return {"release": release.id}
+
+
+def _since(release: Release) -> dict[str, Any]:
+    """Answers in a release's shadow began an hour before it at the earliest; older ones are many."""
+    return _named(release) | {"since": release.created_at - 3600.0}

@@ -1,8 +1,7 @@
 """Copies of users' answers for the process that judges them, in memory and while it asks for them.
 
 It asks every second or so, and each time says what to copy. Once it has not asked for `SUBSCRIBED_S`, calls
-go past this module, as they do where nobody ever asked. Text is joined and encoded when it is taken. A
-shadow's questions wait here for a quiet moment.
+go past this module, as they do where nobody ever asked. Text is joined and encoded when it is taken.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ WAITING_BYTES, WAITING_S, OTHER_BYTES = 64 << 20, 120.0, 2048
 TAKEN_BYTES = 4 << 20
 # Of users' calls since the last time: how long they took.
 MOST_TIMES = 1 << 12
-# The last calls of which the mean is the usual number under way, and a shadow's look whether there are more.
+# How many the last calls are, and how often a shadow's looks whether it may start (s).
 USUAL_OF, LOOK_S = 128, 0.01
 ARMS = ("champion", CANARY, "base")
 COPIED = (
@@ -66,10 +65,10 @@ class AnswerCopies:
         self._shares: Mapping[str, float] = {}
         self._waiting: deque[AnswerCopy] = deque()
         self._bytes = self._dropped = 0
-        # Whether a user's answer was streamed, and after how many seconds its first byte came.
-        self._times: deque[tuple[bool, float]] = deque(maxlen=MOST_TIMES)
+        # After how many seconds the first byte of a user's answer came.
+        self._times = {kind: deque[float](maxlen=MOST_TIMES) for kind in ("streamed", "whole")}
         self._end: asyncio.TimerHandle | None = None
-        # Calls under way, a shadow's aside, and how many usually are; a shadow's call that comes next waits.
+        # Calls under way, how many were when the last ones came, and a shadow's that is next.
         self._under_way, self._usual, self._turn = 0, 0.0, asyncio.Lock()
 
     def subscribe(self, state: GatewayState, shares: Mapping[str, float]) -> None:
@@ -86,7 +85,7 @@ class AnswerCopies:
         state.copied, self._end = None, None
         self._shares, self._bytes, self._dropped = {}, 0, 0
         self._waiting.clear()
-        self._times.clear()
+        self._users()
 
     def take(self, most: int) -> bytes:
         """Return the oldest copies, at most so many, as JSON, and remove them.
@@ -105,24 +104,19 @@ class AnswerCopies:
         return orjson.dumps({"copies": taken, "dropped": dropped, "users": self._users()})
 
     def _users(self) -> dict[str, list[float]]:
-        times, self._times = self._times, deque(maxlen=MOST_TIMES)
-        return {
-            "streamed": [seconds for is_stream, seconds in times if is_stream],
-            "whole": [seconds for is_stream, seconds in times if not is_stream],
-        }
+        return {kind: [times.popleft() for _ in range(len(times))] for kind, times in self._times.items()}
 
     async def forward(self, call: Call, app: App) -> None:
         """Forward a call (`forwarding.forward`), and copy its answer if it is one of those."""
-        if call.purpose == "shadow":
-            await self._quiet()
-            await forward(call, app)
-            return
         send, started = call.send, perf_counter()
         recorder = Recorder(send) if self._is_chosen(call) else None
         if recorder is not None:
             call.send = recorder.send
+        if call.purpose == "shadow":
+            await self._quiet()
+        else:
+            self._usual += (self._under_way - self._usual) / USUAL_OF
         self._under_way += 1
-        self._usual += (self._under_way - self._usual) / USUAL_OF
         try:
             await forward(call, app)
         finally:
@@ -135,15 +129,12 @@ class AnswerCopies:
         if call.state.copied is None:
             # Nobody asks any more, and nothing would remove it.
             return
-        self._times.append((answer.is_stream, answer.first_at - started))
+        self._times["streamed" if answer.is_stream else "whole"].append(answer.first_at - started)
         if recorder is not None and recorder.is_whole and answer.outcome is not None:
             self._keep(call, recorder)
 
     async def _quiet(self) -> None:
-        """Wait until no more calls than usual are under way; a shadow's start one after another.
-
-        What is computed beside the most calls at once makes those wait who wait longest.
-        """
+        """Wait until no more calls than usual are under way: who waits longest comes while there are more."""
         async with self._turn:
             await asyncio.sleep(LOOK_S)
             while self._under_way > self._usual:

@@ -24,7 +24,6 @@ from engine.evaluation.shadow import (
     AT_ONCE,
     EVERY_S,
     LEAST_TIMES,
-    REST_S,
     TURN_S,
     Question,
     Shadow,
@@ -194,7 +193,7 @@ def test_it_rests_while_users_wait_longer_beside_it() -> None:
     assert times.lets_pass
     times.add({"whole": [1.3] * LEAST_TIMES}, is_beside=True)
     assert not times.lets_pass
-    now += REST_S
+    now += ALONE_S
     assert times.lets_pass
 
 
@@ -261,20 +260,35 @@ def test_times_are_beside_it_until_its_last_answer(shadow: Shadow) -> None:
     assert seen == [True, True, False]
 
 
-def test_beside_one_at_a_time_it_asks_a_share_of_users_answers(shadow: Shadow) -> None:
-    engine, asked = HeldEngine(), 0
+def test_it_asks_a_share_of_users_answers(shadow: Shadow) -> None:
+    engine, taken = HeldEngine(), 0
     later = [{"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
-    shadow.take(engine.question(copy_of(10)))
-    for number in range(20):
-        # Later turns count, too.
-        shadow.take(engine.question(copy_of(20 + number)))
-        shadow.take(engine.question(copy_of(50 + number, messages=later)))
-        if number % 4 == 3:
-            asked += 1
-            assert eventually(lambda: len(engine.asked) == min(asked, AT_ONCE))
+
+    def take(count: int, asked: int) -> None:
+        nonlocal taken
+        for _ in range(count):
+            taken += 1
+            # Later turns count, too.
+            shadow.take(engine.question(copy_of(2 * taken + 10)))
+            shadow.take(engine.question(copy_of(2 * taken + 11, messages=later)))
+        assert eventually(lambda: len(engine.asked) == asked)
+
+    # The first may always be asked, alone.
+    for asked in range(1, AT_ONCE + 1):
+        take(1 if asked == 1 else 5, asked)
+        time.sleep(2 * EVERY_S)
+        assert len(engine.asked) == asked
+    take(10, AT_ONCE)
     engine.let_go.set()
-    # What was saved up, and one at a time; each waits for nobody.
-    assert eventually(lambda: len(engine.asked) == 21)
+
+
+def test_with_nothing_saved_up_it_asks_for_a_part_of_the_time(shadow: Shadow) -> None:
+    engine = FakeEngine(lambda _: time.sleep(0.3) or (200, "7"))
+    for number in range(10, 13):
+        shadow.take(engine.question(copy_of(number)))
+    time.sleep(1.0)
+    assert len(engine.asked) == 1
+    assert eventually(lambda: len(engine.asked) == 2)
 
 
 def test_nothing_is_saved_up_while_it_rests(shadow: Shadow) -> None:

@@ -200,7 +200,7 @@ async def test_a_shadow_waits_while_more_calls_than_usual_are_under_way(
     shadow, headers = world.client(world.key(roles=["score"])), {"x-graftwork-purpose": "shadow"}
     await asker.copies()
     world.server.step_s = 0.02
-    users = asyncio.gather(*(asker.ask(max_tokens=20) for _ in range(3)))
+    users = asyncio.gather(*(asker.ask(max_tokens=tokens) for tokens in (40, 40, 5)))
     await asyncio.sleep(0.1)
     body = body_of(COMPLETIONS, POLICY, max_tokens=1)
     answer = await shadow.post(COMPLETIONS, json=body, headers=headers)
