@@ -51,9 +51,6 @@ class EvaluationLoop:
         """End all evaluators."""
         for release in self._releases.values():
             release.close()
-        for clients in self._engines.values():
-            for client in clients:
-                client.close()
 
     def _follow(self) -> None:
         running = {

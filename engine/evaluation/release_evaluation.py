@@ -42,8 +42,7 @@ class ReleaseEvaluation:
         self.release, self._load, self._emit = release, load, emit
         self._spent, self._units = progress[0], set(progress[1])
         self._settings = ReleaseConfig.stored(release.settings)
-        self._missing = set(self._settings.asked_evaluators)
-        self._load_at = 0.0
+        self._missing, self._load_at = set(self._settings.asked_evaluators), 0.0
         self._scorers: list[Scorer] = []
         self._pool = ThreadPoolExecutor(AT_ONCE, f"evaluation-{release.policy}")
         self._places = threading.Semaphore(AT_ONCE + MOST_WAITING)
@@ -108,9 +107,9 @@ class ReleaseEvaluation:
                 scorer.score(exchange.question, answered, {"messages": exchange.messages})
 
         for scorer in self._scorers:
-            # The gateway has copied the largest share that one of them scores.
-            is_scored = _place_of(copy["id"], scorer.name) * self.share < scorer.config.share
-            if is_scored and self._places.acquire(blocking=False):
+            # A number in [0, 1) chooses. The gateway has copied the largest share that one of them scores.
+            place = uuid.uuid5(uuid.NAMESPACE_OID, f"{copy['id']}/{scorer.name}").int / 2**128
+            if place * self.share < scorer.config.share and self._places.acquire(blocking=False):
                 self._pool.submit(score, scorer).add_done_callback(lambda _: self._places.release())
 
     def note_times(self, times: Mapping[str, Sequence[float]]) -> None:
@@ -125,8 +124,3 @@ class ReleaseEvaluation:
         self._pool.shutdown(wait=False, cancel_futures=True)
         for scorer in self._scorers:
             scorer.close()
-
-
-def _place_of(request: str, name: str) -> float:
-    """Return a number in [0, 1) by which an evaluator's share of the answers is chosen."""
-    return uuid.uuid5(uuid.NAMESPACE_OID, f"{request}/{name}").int / 2**128

@@ -26,28 +26,23 @@ from engine.threads import PeriodicThread
 SHADOWS = uuid.UUID("0f6f3c57-6f0c-5c43-9a43-64f7d5a4a7c1")
 # Questions that wait (2 MB each at most), and how often the next is looked for while there is none.
 MOST_WAITING, EVERY_S = 32, 0.1
-# Questions for each answer of users, those that are saved up and under way at most.
-SHARE, MOST_SAVED, AT_ONCE = 0.12, 16.0, 4
-# Without a saved one the next may follow alone, after so many times the seconds that the last answer took.
-ALONE_AFTER = 3.0
+# Questions for each answer of users, those that are saved up and under way at most. Without a saved one the
+# next may follow alone, after so many times the seconds that the last answer took.
+SHARE, MOST_SAVED, AT_ONCE, ALONE_AFTER = 0.12, 16.0, 4, 3.0
 # Users' text is let go after so many seconds.
 OLDEST_S = 120.0
 # It rests for the first of these seconds in every so many, so that users are also met alone.
 ALONE_S, TURN_S = 3.0, 30.0
-# Users' times that are compared, at least and at most; beside it they may be longer by this share.
-LEAST_TIMES, MOST_TIMES, SUFFERS = 100, 500, 1.2
-# It is compared four times a second: fewer standard errors would often be luck.
-SURE = 4.0
+# Users' times that are compared, at least and at most; beside it they may be longer by this share. They are
+# compared four times a second: fewer standard errors would often be luck.
+LEAST_TIMES, MOST_TIMES, SUFFERS, SURE = 100, 500, 1.2, 4.0
 # Of an engine that stops or cannot read its catalog; other errors of a server are the revision's.
 UNAVAILABLE = 503
 log = logging.getLogger("graftwork.evaluation")
 
 
 class UsersTimes:
-    """Users' seconds to the first byte, alone and beside a shadow, and whether they suffer by it.
-
-    Those of streams are compared with each other, and those of whole answers.
-    """
+    """Users' seconds to the first byte by kind of answer, alone and beside a shadow; do they suffer by it?"""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._began = clock, clock()

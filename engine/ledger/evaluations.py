@@ -27,11 +27,12 @@ SCORED = f"""
     FROM values JOIN answers ON answers.id = values.id AND (by_key IS NULL OR by_key = key)
     WHERE values."at" <= $ended AND NOT is_refused ORDER BY values."at", seq
 """
+# No answer of a release began more than an hour before it, and older ones are many.
 PAIRS = """
     SELECT shadows.id, shadows.unit, shadows.key, theirs.status, mine.status, theirs.outcome, mine.outcome,
         theirs.completion_tokens, mine.completion_tokens, shadows.request, shadows.answer
-    FROM shadows JOIN observations theirs ON theirs.id = shadows.request AND theirs."at" >= $since
-        JOIN observations mine ON mine.id = shadows.answer AND mine."at" >= $since
+    FROM shadows JOIN observations theirs ON theirs.id = shadows.request AND theirs."at" >= $since - 3600
+        JOIN observations mine ON mine.id = shadows.answer AND mine."at" >= $since - 3600
     WHERE shadows.release = $release AND shadows.id NOT IN (SELECT unnest($known::VARCHAR[]))
     ORDER BY shadows.rowid
 """
@@ -47,7 +48,8 @@ USES = """
 SHADOW_COST = """
     SELECT count(*), coalesce(sum(latency_s), 0),
         coalesce(sum(coalesce(prompt_tokens, 0) + coalesce(completion_tokens, 0)), 0)::BIGINT
-    FROM observations WHERE "at" >= $since AND id IN (SELECT answer FROM shadows WHERE release = $release)
+    FROM observations WHERE "at" >= $since - 3600
+        AND id IN (SELECT answer FROM shadows WHERE release = $release)
 """
 UNITS = "SELECT unit FROM shadows WHERE release = $release"
 
@@ -115,7 +117,7 @@ def shadow_pairs(
     ledger: duckdb.DuckDBPyConnection, release: Release, known: Iterable[str]
 ) -> list[ShadowPairRow]:
     """Return a release's pairs of answers but for those of these ids, in order of arrival."""
-    asked = _since(release) | {"known": list(known)}
+    asked = _named(release) | {"since": release.created_at, "known": list(known)}
     return list(starmap(ShadowPairRow, ledger.execute(PAIRS, asked).fetchall()))
 
 
@@ -137,7 +139,8 @@ def evaluator_uses(ledger: duckdb.DuckDBPyConnection, release: Release) -> list[
 
 def shadow_cost(ledger: duckdb.DuckDBPyConnection, release: Release) -> tuple[int, float, int]:
     """Return a shadow's answers, the engine's seconds for them, and their tokens, prompts included."""
-    row: tuple[int, float, int] = ledger.execute(SHADOW_COST, _since(release)).fetchall()[0]
+    asked = _named(release) | {"since": release.created_at}
+    row: tuple[int, float, int] = ledger.execute(SHADOW_COST, asked).fetchall()[0]
     return row
 
 
@@ -161,8 +164,3 @@ def release_progress(
 
 def _named(release: Release) -> dict[str, Any]:
     return {"release": release.id}
-
-
-def _since(release: Release) -> dict[str, Any]:
-    """Answers in a release's shadow began an hour before it at the earliest; older ones are many."""
-    return _named(release) | {"since": release.created_at - 3600.0}

@@ -53,9 +53,8 @@ class AnswerCopy:
 
     def told(self) -> dict[str, Any]:
         """Return it for JSON; the request's body was parsed once and goes on as it is."""
-        answer = b"".join(self.pieces).decode(errors="replace")
         own = {"path": self.path, "is_stream": self.is_stream, "request": orjson.Fragment(self.request)}
-        return {**self.row, **own, "answer": answer}
+        return {**self.row, **own, "answer": b"".join(self.pieces).decode(errors="replace")}
 
 
 class AnswerCopies:
