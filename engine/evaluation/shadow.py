@@ -12,6 +12,7 @@ import time
 import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -25,10 +26,10 @@ from engine.threads import PeriodicThread
 
 SHADOWS = uuid.UUID("0f6f3c57-6f0c-5c43-9a43-64f7d5a4a7c1")
 # Questions that wait (2 MB each at most), and how often the next is looked for while there is none.
-MOST_WAITING, EVERY_S = 32, 0.1
+MOST_WAITING, EVERY_S = 32, 0.05
 # Questions for each answer of users, those that are saved up and under way at most. Without a saved one the
 # next may follow alone, after so many times the seconds that the last answer took.
-SHARE, MOST_SAVED, AT_ONCE, ALONE_AFTER = 0.12, 16.0, 4, 3.0
+SHARE, MOST_SAVED, AT_ONCE, ALONE_AFTER = 0.12, 16.0, 32, 3.0
 # Users' text is let go after so many seconds.
 OLDEST_S = 120.0
 # It rests for the first of these seconds in every so many, so that users are also met alone.
@@ -64,11 +65,9 @@ class UsersTimes:
 
 
 def are_longer(beside: Sequence[float], alone: Sequence[float]) -> bool:
-    """Return whether the 95th percentile `beside` is surely above that of `alone` by more than `SUFFERS`.
-
-    Of as short times a twentieth is above the percentile of the others.
-    """
+    """Return whether the 95th percentile `beside` is surely above that of `alone` by more than `SUFFERS`."""
     p95 = sorted(alone)[int(0.95 * (len(alone) - 1))]
+    # Of as short times a twentieth is above it.
     above = sum(seconds > SUFFERS * p95 for seconds in beside) / len(beside)
     return above > 0.05 + SURE * math.sqrt(0.05 * 0.95 * (1 / len(beside) + 1 / len(alone)))
 
@@ -106,10 +105,9 @@ class Shadow:
         self._lock, self._scoring, self._is_closed = threading.Lock(), threading.Lock(), False
         self._under_way, self._saved, self._free_at = 0, 0.0, 0.0
         self.times = UsersTimes()
-        names = (f"shadow-{release.policy}-{number}" for number in range(AT_ONCE))
-        self._threads = [PeriodicThread(name, EVERY_S, self._work) for name in names]
-        for thread in self._threads:
-            thread.start()
+        self._pool = ThreadPoolExecutor(AT_ONCE, f"shadow-{release.policy}")
+        self._thread = PeriodicThread(f"shadow-{release.policy}", EVERY_S, self._start)
+        self._thread.start()
 
     def take(self, question: Question) -> None:
         """Take a user's question, if it is a unit's first and no answer was before it."""
@@ -130,8 +128,8 @@ class Shadow:
     def close(self) -> None:
         """Ask no more questions; the answers that come now are not compared."""
         self._is_closed = True
-        for thread in self._threads:
-            thread.stop()
+        self._thread.stop()
+        self._pool.shutdown(wait=False)
         with self._lock:
             self._waiting.clear()
 
@@ -140,23 +138,27 @@ class Shadow:
         """Whether every evaluator that decides can."""
         return all(one.is_ready for one in self._scorers if one.config.decides != "nothing")
 
-    def _work(self) -> None:
+    def _start(self) -> None:
         while self.times.lets_pass and self._can_score and (question := self._next()):
-            is_met = False
-            try:
-                is_met = self._compare(question)
-            finally:
-                with self._lock:
-                    self._under_way -= 1
-                    if not is_met:
-                        # Another question of the unit may follow.
-                        self._units.discard(question.unit)
+            self._pool.submit(self._meet, question)
+
+    def _meet(self, question: Question) -> None:
+        is_met = False
+        try:
+            is_met = self._compare(question)
+        except Exception:
+            log.exception("A shadow's question failed.")
+        with self._lock:
+            self._under_way -= 1
+            if not is_met:
+                # Another question of the unit may follow.
+                self._units.discard(question.unit)
 
     def _next(self) -> Question | None:
         """Return the newest question, if one may be asked now: its answer is most like users' next ones."""
         with self._lock:
-            is_free = not self._under_way and time.monotonic() >= self._free_at
-            while self._waiting and not self._is_closed and (self._saved >= 1.0 or is_free):
+            may = self._saved >= 1.0 or (not self._under_way and time.monotonic() >= self._free_at)
+            while self._waiting and may and self._under_way < AT_ONCE and not self._is_closed:
                 question = self._waiting.pop()
                 if question.unit not in self._units and not question.is_old:
                     self._units.add(question.unit)

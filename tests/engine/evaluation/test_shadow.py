@@ -21,7 +21,6 @@ from engine.evaluation.evaluators import Scored
 from engine.evaluation.scorer import NOT_ASKED
 from engine.evaluation.shadow import (
     ALONE_S,
-    AT_ONCE,
     EVERY_S,
     LEAST_TIMES,
     TURN_S,
@@ -260,7 +259,7 @@ def test_times_are_beside_it_until_its_last_answer(shadow: Shadow) -> None:
     assert seen == [True, True, False]
 
 
-def test_it_asks_a_share_of_users_answers(shadow: Shadow) -> None:
+def test_it_asks_a_share_of_users_answers(shadow: Shadow, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, taken = HeldEngine(), 0
     later = [{"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
 
@@ -273,12 +272,13 @@ def test_it_asks_a_share_of_users_answers(shadow: Shadow) -> None:
             shadow.take(engine.question(copy_of(2 * taken + 11, messages=later)))
         assert eventually(lambda: len(engine.asked) == asked)
 
+    monkeypatch.setattr("engine.evaluation.shadow.AT_ONCE", 4)
     # The first may always be asked, alone.
-    for asked in range(1, AT_ONCE + 1):
+    for asked in range(1, 5):
         take(1 if asked == 1 else 5, asked)
         time.sleep(2 * EVERY_S)
         assert len(engine.asked) == asked
-    take(10, AT_ONCE)
+    take(10, 4)
     engine.let_go.set()
 
 
