@@ -1,7 +1,7 @@
 """A shadow: the revision under release answers users' questions too, unseen, and the evaluators compare.
 
 In the engine that answered the user, behind all users there: a fixed share of the questions; where users are
-few, as many as keep the engine at work for a part of the time. It rests while users wait longer for their
+few, as many as keep the engine at work for half of the time. It rests while users wait longer for their
 first token beside it than without it.
 """
 
@@ -29,7 +29,7 @@ SHADOWS = uuid.UUID("0f6f3c57-6f0c-5c43-9a43-64f7d5a4a7c1")
 MOST_WAITING, EVERY_S = 32, 0.05
 # Questions for each answer of users, those that are saved up and under way at most. Without a saved one the
 # next may follow alone, after so many times the seconds that the last answer took.
-SHARE, MOST_SAVED, AT_ONCE, ALONE_AFTER = 0.12, 16.0, 32, 3.0
+SHARE, MOST_SAVED, AT_ONCE, ALONE_AFTER = 0.12, 16.0, 32, 1.0
 # Users' text is let go after so many seconds.
 OLDEST_S = 120.0
 # It rests for the first of these seconds in every so many, so that users are also met alone.

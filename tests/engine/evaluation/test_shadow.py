@@ -282,11 +282,11 @@ def test_it_asks_a_share_of_users_answers(shadow: Shadow, monkeypatch: pytest.Mo
     engine.let_go.set()
 
 
-def test_with_nothing_saved_up_it_asks_for_a_part_of_the_time(shadow: Shadow) -> None:
-    engine = FakeEngine(lambda _: time.sleep(0.3) or (200, "7"))
+def test_with_nothing_saved_up_it_asks_for_half_of_the_time(shadow: Shadow) -> None:
+    engine = FakeEngine(lambda _: time.sleep(0.5) or (200, "7"))
     for number in range(10, 13):
         shadow.take(engine.question(copy_of(number)))
-    time.sleep(1.0)
+    time.sleep(0.8)
     assert len(engine.asked) == 1
     assert eventually(lambda: len(engine.asked) == 2)
 
