@@ -114,7 +114,7 @@ class AnswerCopies:
         if call.purpose == "shadow":
             await self._quiet()
         else:
-            self._usual += (self._under_way - self._usual) / USUAL_OF
+            self._usual += (self._under_way + 1 - self._usual) / USUAL_OF
         self._under_way += 1
         try:
             await forward(call, app)
