@@ -37,8 +37,6 @@ ALONE_S, TURN_S = 3.0, 30.0
 # Users' times that are compared, at least and at most; beside it they may be longer by this share. They are
 # compared four times a second: fewer standard errors would often be luck.
 LEAST_TIMES, MOST_TIMES, SUFFERS, SURE = 100, 500, 1.2, 4.0
-# Of an engine that stops or cannot read its catalog; other errors of a server are the revision's.
-UNAVAILABLE = 503
 log = logging.getLogger("graftwork.evaluation")
 
 
@@ -111,14 +109,13 @@ class Shadow:
 
     def take(self, question: Question) -> None:
         """Take a user's question, if it is a unit's first and no answer was before it."""
-        if question.copy["digest"] != self._release.baseline:
-            return
+        is_first = question.exchange.is_first_turn and question.copy["digest"] == self._release.baseline
         with self._lock:
             if self.times.lets_pass:
                 self._saved = min(self._saved + SHARE, MOST_SAVED)
             while self._waiting and self._waiting[0].is_old:
                 self._waiting.popleft()
-            if question.exchange.is_first_turn and question.unit not in self._units:
+            if is_first and question.unit not in self._units:
                 self._waiting.append(question)
 
     def note_times(self, times: Mapping[str, Sequence[float]]) -> None:
@@ -177,7 +174,8 @@ class Shadow:
             log.warning("A shadow's question got no answer: %r.", error)
             return False
         self._free_at = time.monotonic() + ALONE_AFTER * (time.monotonic() - began)
-        is_fault = response.is_server_error and response.status_code != UNAVAILABLE
+        # An engine that stops or cannot read its catalog is away; other errors of it are the revision's.
+        is_fault = response.is_server_error and response.status_code != httpx.codes.SERVICE_UNAVAILABLE
         if self._is_closed or not (response.is_success or is_fault):
             return False
         # The id of its observation, as the gateway makes it of the request's.
@@ -203,6 +201,8 @@ class Shadow:
             # What others were scored meanwhile may have used up the rate.
             while not self._can_score and not self._is_closed:
                 time.sleep(EVERY_S)
+            if self._is_closed:
+                return False
             for scorer in self._scorers:
                 scored = scorer.score(exchange.question, answers, {"messages": exchange.messages})
                 if scored.may_pass and scored.scores is None and scorer.config.decides != "nothing":

@@ -82,6 +82,14 @@ class FakeEngine:
         return Question(copy, exchange, self.client)
 
 
+class HeldEngine(FakeEngine):
+    """An engine whose answers come once it is let go."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+        super().__init__(lambda _: (200 if self.let_go.wait(10) else 500, "7"))
+
+
 class NotedScorer:
     """A scorer that notes what it is asked."""
 
@@ -217,6 +225,19 @@ def test_a_unit_without_scores_is_met_again(
     assert rows[0]["unit"] == "u1"
 
 
+def test_what_waits_for_a_score_when_it_closes_gets_none(shadow: Shadow, scorer: NotedScorer) -> None:
+    engine = HeldEngine()
+    shadow.take(engine.question(copy_of(1)))
+    assert eventually(lambda: len(engine.asked) == 1)
+    scorer.is_ready = False
+    engine.let_go.set()
+    time.sleep(2 * EVERY_S)
+    shadow.close()
+    scorer.is_ready = True
+    assert eventually(lambda: not shadow._under_way)
+    assert scorer.asked == []
+
+
 def test_a_closed_shadow_asks_no_more(shadow: Shadow, rows: list[dict[str, Any]]) -> None:
     began, ended = threading.Event(), threading.Event()
 
@@ -233,14 +254,6 @@ def test_a_closed_shadow_asks_no_more(shadow: Shadow, rows: list[dict[str, Any]]
     ended.set()
     time.sleep(0.3)
     assert (len(engine.asked), rows) == (1, [])
-
-
-class HeldEngine(FakeEngine):
-    """An engine whose answers come once it is let go."""
-
-    def __init__(self) -> None:
-        self.let_go = threading.Event()
-        super().__init__(lambda _: (200 if self.let_go.wait(10) else 500, "7"))
 
 
 def test_times_are_beside_it_until_its_last_answer(shadow: Shadow) -> None:
