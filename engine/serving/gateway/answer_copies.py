@@ -28,6 +28,8 @@ WAITING_BYTES, WAITING_S, OTHER_BYTES = 64 << 20, 120.0, 2048
 TAKEN_BYTES = 4 << 20
 # Of users' calls since the last time: how long they took.
 MOST_TIMES = 1 << 12
+# How many the last calls are, and how often a shadow's looks whether it may start (s).
+USUAL_OF, LOOK_S = 128, 0.01
 ARMS = ("champion", CANARY, "base")
 COPIED = (
     "id", "at", "policy", "digest", "arm", "unit", "key", "status", "outcome", "prompt_tokens",
@@ -51,9 +53,8 @@ class AnswerCopy:
 
     def told(self) -> dict[str, Any]:
         """Return it for JSON; the request's body was parsed once and goes on as it is."""
-        answer = b"".join(self.pieces).decode(errors="replace")
         own = {"path": self.path, "is_stream": self.is_stream, "request": orjson.Fragment(self.request)}
-        return {**self.row, **own, "answer": answer}
+        return {**self.row, **own, "answer": b"".join(self.pieces).decode(errors="replace")}
 
 
 class AnswerCopies:
@@ -63,9 +64,11 @@ class AnswerCopies:
         self._shares: Mapping[str, float] = {}
         self._waiting: deque[AnswerCopy] = deque()
         self._bytes = self._dropped = 0
-        # Whether a user's answer was streamed, and after how many seconds its first byte came.
-        self._times: deque[tuple[bool, float]] = deque(maxlen=MOST_TIMES)
+        # After how many seconds the first byte of a user's answer came.
+        self._times = {kind: deque[float](maxlen=MOST_TIMES) for kind in ("streamed", "whole")}
         self._end: asyncio.TimerHandle | None = None
+        # Calls under way, how many were when the last ones came, and a shadow's that is next.
+        self._under_way, self._usual, self._turn = 0, 0.0, asyncio.Lock()
 
     def subscribe(self, state: GatewayState, shares: Mapping[str, float]) -> None:
         """Copy this share of the answers of each policy for `SUBSCRIBED_S`, and of others none."""
@@ -81,7 +84,7 @@ class AnswerCopies:
         state.copied, self._end = None, None
         self._shares, self._bytes, self._dropped = {}, 0, 0
         self._waiting.clear()
-        self._times.clear()
+        self._users()
 
     def take(self, most: int) -> bytes:
         """Return the oldest copies, at most so many, as JSON, and remove them.
@@ -100,11 +103,7 @@ class AnswerCopies:
         return orjson.dumps({"copies": taken, "dropped": dropped, "users": self._users()})
 
     def _users(self) -> dict[str, list[float]]:
-        times, self._times = self._times, deque(maxlen=MOST_TIMES)
-        return {
-            "streamed": [seconds for is_stream, seconds in times if is_stream],
-            "whole": [seconds for is_stream, seconds in times if not is_stream],
-        }
+        return {kind: [times.popleft() for _ in range(len(times))] for kind, times in self._times.items()}
 
     async def forward(self, call: Call, app: App) -> None:
         """Forward a call (`forwarding.forward`), and copy its answer if it is one of those."""
@@ -112,9 +111,15 @@ class AnswerCopies:
         recorder = Recorder(send) if self._is_chosen(call) else None
         if recorder is not None:
             call.send = recorder.send
+        if call.purpose == "shadow":
+            await self._quiet()
+        else:
+            self._usual += (self._under_way + 1 - self._usual) / USUAL_OF
+        self._under_way += 1
         try:
             await forward(call, app)
         finally:
+            self._under_way -= 1
             # Another may answer in its place.
             call.send = send
         answer = call.answer
@@ -123,9 +128,16 @@ class AnswerCopies:
         if call.state.copied is None:
             # Nobody asks any more, and nothing would remove it.
             return
-        self._times.append((answer.is_stream, answer.first_at - started))
+        self._times["streamed" if answer.is_stream else "whole"].append(answer.first_at - started)
         if recorder is not None and recorder.is_whole and answer.outcome is not None:
             self._keep(call, recorder)
+
+    async def _quiet(self) -> None:
+        """Wait until no more calls than usual are under way: who waits longest comes while there are more."""
+        async with self._turn:
+            await asyncio.sleep(LOOK_S)
+            while self._under_way > self._usual:
+                await asyncio.sleep(LOOK_S)
 
     def _is_chosen(self, call: Call) -> bool:
         share = self._shares.get(call.target.policy or "", 0.0)
