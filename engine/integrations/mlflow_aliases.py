@@ -14,6 +14,7 @@ revisions is missing there is an alarm; once all exist, the aliases are written 
 """
 
 import logging
+import time
 from dataclasses import dataclass
 
 import httpx
@@ -23,7 +24,7 @@ from engine.catalog.catalog import AliasNote, Catalog, Route
 from engine.controller.release_decisions import ReleaseDecisions
 from engine.errors import GraftworkError
 from engine.integrations.mlflow_registry import Model, Registry
-from engine.notifications.notices import refused
+from engine.notifications.notices import notify
 from engine.threads import PeriodicThread
 
 INTERVAL_S = 1.0
@@ -155,7 +156,9 @@ class AliasMirror(PeriodicThread):
             tagged = move.version or self._current_version(model.name, move.role)
             if tagged:
                 self._registry.tag(model.name, tagged, REFUSED, refusal)
-            refused(self._catalog, model.name, digest, refusal, self._link)
+            # Each refusal is an event of its own.
+            key = str(time.time())
+            notify(self._catalog, "revision.refused", refusal, self._link, key, model.name, digest)
         elif move.version:
             self._registry.untag(model.name, move.version, REFUSED)
 
