@@ -17,7 +17,7 @@ export GRAFTWORK_PARAMS="$state/params.yaml"
 graftwork up
 trap 'graftwork down' EXIT
 graftwork policy create pirate --data "$examples" --items 40 --max-tokens 48 \
-  --epochs 1 --lr 0.001
+  --epochs 1 --lr 0.0005
 graftwork adapt pirate
 digest=$(graftwork ls pirate --limit 1 --json |
   python -c 'import json, sys; print(json.load(sys.stdin)["revisions"][0]["digest"])')
