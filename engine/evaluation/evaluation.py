@@ -102,7 +102,7 @@ class EvaluationLoop:
             log.debug("No copies: %s", error)
             return
         for release in evaluated.values():
-            release.note_times(told["users"])
+            release.note_times(told["users"], answering.http)
         for copy in told["copies"]:
             if copy["policy"] in evaluated:
                 evaluated[copy["policy"]].take(copy, answering.http)

@@ -60,12 +60,13 @@ class ReleaseEvaluation:
         self.release = release
         if self._missing and time.monotonic() >= self._load_at:
             self._load_missing()
-        is_asking = release.step == "shadow" and not release.paused
         # Without one of those that decide a comparison decides nothing.
         is_whole = not self._missing & self._settings.deciding_evaluators.keys()
-        if is_asking and self._shadow is None and is_whole:
+        if release.step == "shadow" and self._shadow is None and is_whole:
             self._shadow = Shadow(release, self._scorers, self._emit, self._units)
-        if not is_asking and self._shadow is not None:
+        if self._shadow is not None:
+            self._shadow.is_paused = bool(release.paused)
+        if release.step != "shadow" and self._shadow is not None:
             self._shadow.close()
             self._shadow = None
 
@@ -112,10 +113,10 @@ class ReleaseEvaluation:
             if place * self.share < scorer.config.share and self._places.acquire(blocking=False):
                 self._pool.submit(score, scorer).add_done_callback(lambda _: self._places.release())
 
-    def note_times(self, times: Mapping[str, Sequence[float]]) -> None:
+    def note_times(self, times: Mapping[str, Sequence[float]], engine: httpx.Client) -> None:
         """Take seconds to the first byte of an engine's users since the last call, by the answer's kind."""
         if self._shadow is not None:
-            self._shadow.note_times(times)
+            self._shadow.note_times(times, engine)
 
     def close(self) -> None:
         """End the evaluators; answers that still wait are not scored."""

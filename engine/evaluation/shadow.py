@@ -1,8 +1,8 @@
 """A shadow: the revision under release answers users' questions too, unseen, and the evaluators compare.
 
-In the engine that answered the user, behind all users there: a fixed share of the questions; where users are
-few, as many as keep the engine at work for half of the time. It rests while users wait longer for their
-first token beside it than without it.
+In the engine that answered the user, behind all users there: for a fixed share of users' answers, and where
+users are few, for a fifth of the time. It rests while users wait longer for their first token beside it than
+without it.
 """
 
 import logging
@@ -10,7 +10,7 @@ import math
 import threading
 import time
 import uuid
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,9 +27,9 @@ from engine.threads import PeriodicThread
 SHADOWS = uuid.UUID("0f6f3c57-6f0c-5c43-9a43-64f7d5a4a7c1")
 # Questions that wait (2 MB each at most), and how often the next is looked for while there is none.
 MOST_WAITING, EVERY_S = 32, 0.05
-# Questions for each answer of users, those that are saved up and under way at most. Without a saved one the
-# next may follow alone, after so many times the seconds that the last answer took.
-SHARE, MOST_SAVED, AT_ONCE, ALONE_AFTER = 0.12, 16.0, 32, 1.0
+# Questions for each answer of users, how many are saved up, and how many pairs of answers are open at most.
+# Without a saved one the next may follow alone, after so many times the seconds that the last answer took.
+SHARE, MOST_SAVED, MOST_OPEN, ALONE_AFTER = 0.115, 4.0, 8, 4.0
 # Users' text is let go after so many seconds.
 OLDEST_S = 120.0
 # It rests for the first of these seconds in every so many, so that users are also met alone.
@@ -41,17 +41,20 @@ log = logging.getLogger("graftwork.evaluation")
 
 
 class UsersTimes:
-    """Users' seconds to the first byte by kind of answer, alone and beside a shadow; do they suffer by it?"""
+    """Users' seconds to the first byte, alone and beside a shadow, and whether they suffer by it.
+
+    Those of one engine are compared with each other, those of streams, and those of whole answers.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._began = clock, clock()
-        self._times = defaultdict[tuple[str, bool], deque[float]](lambda: deque(maxlen=MOST_TIMES))
+        self._times = defaultdict[tuple[str, str, bool], deque[float]](lambda: deque(maxlen=MOST_TIMES))
 
-    def add(self, times: Mapping[str, Sequence[float]], is_beside: bool) -> None:
+    def add(self, times: Mapping[str, Sequence[float]], is_beside: bool, engine: str = "") -> None:
         """Take users' times by kind; where they suffer, they are alone from now on, and then met anew."""
         for kind, seconds in times.items():
-            self._times[kind, is_beside].extend(seconds)
-            alone, beside = self._times[kind, False], self._times[kind, True]
+            self._times[engine, kind, is_beside].extend(seconds)
+            alone, beside = self._times[engine, kind, False], self._times[engine, kind, True]
             if min(len(alone), len(beside)) >= LEAST_TIMES and are_longer(beside, alone):
                 self._began = self._clock()
                 beside.clear()
@@ -95,15 +98,18 @@ class Shadow:
     """Answers users' first questions by a release's revision, and has `scorers` compare.
 
     `units` are those that have been met; it adds to them. `emit` takes rows of the ledger's table `shadows`.
+    While `is_paused` it asks nothing new.
     """
 
     def __init__(self, release: Release, scorers: Sequence[Scorer], emit: Emit, units: set[str]):
         self._release, self._scorers, self._emit, self._units = release, scorers, emit, units
         self._waiting: deque[Question] = deque(maxlen=MOST_WAITING)
-        self._lock, self._scoring, self._is_closed = threading.Lock(), threading.Lock(), False
-        self._under_way, self._saved, self._free_at = 0, 0.0, 0.0
+        self._lock, self._is_closed, self.is_paused = threading.Lock(), False, False
+        self._open, self._saved, self._free_at = 0, 0.0, 0.0
         self.times = UsersTimes()
-        self._pool = ThreadPoolExecutor(AT_ONCE, f"shadow-{release.policy}")
+        # Requests under way at each engine, and the engines that have been asked since their last look.
+        self._asking, self._asked = Counter[httpx.Client](), set[httpx.Client]()
+        self._pool = ThreadPoolExecutor(MOST_OPEN, f"shadow-{release.policy}")
         self._thread = PeriodicThread(f"shadow-{release.policy}", EVERY_S, self._start)
         self._thread.start()
 
@@ -118,26 +124,40 @@ class Shadow:
             if is_first and question.unit not in self._units:
                 self._waiting.append(question)
 
-    def note_times(self, times: Mapping[str, Sequence[float]]) -> None:
-        """Take the times of an engine's users since the last call: every engine's share is asked."""
-        self.times.add(times, self.times.lets_pass or self._under_way > 0)
+    def note_times(self, times: Mapping[str, Sequence[float]], engine: httpx.Client) -> None:
+        """Take the times of an engine's users since the last call."""
+        with self._lock:
+            is_beside = self._asking[engine] > 0 or engine in self._asked
+            self._asked.discard(engine)
+        self.times.add(times, is_beside, str(engine.base_url))
 
     def close(self) -> None:
         """Ask no more questions; the answers that come now are not compared."""
-        self._is_closed = True
+        with self._lock:
+            self._is_closed = True
+            self._waiting.clear()
         self._thread.stop()
         self._pool.shutdown(wait=False)
-        with self._lock:
-            self._waiting.clear()
-
-    @property
-    def _can_score(self) -> bool:
-        """Whether every evaluator that decides can."""
-        return all(one.is_ready for one in self._scorers if one.config.decides != "nothing")
 
     def _start(self) -> None:
-        while self.times.lets_pass and self._can_score and (question := self._next()):
-            self._pool.submit(self._meet, question)
+        """Have questions asked, the newest first: its user's answer is the most like those that come now."""
+        with self._lock:
+            while self._waiting and self._may_ask:
+                question = self._waiting.pop()
+                if question.unit not in self._units and not question.is_old:
+                    self._units.add(question.unit)
+                    self._open, self._saved = self._open + 1, max(0.0, self._saved - 1.0)
+                    self._pool.submit(self._meet, question)
+
+    @property
+    def _may_ask(self) -> bool:
+        """Whether the share allows a question, users do not suffer, and evaluators that decide can score."""
+        is_in_turn = self._saved >= 1.0 or (not self._open and time.monotonic() >= self._free_at)
+        if self._is_closed or self.is_paused or not is_in_turn or self._open >= MOST_OPEN:
+            return False
+        deciding = (one for one in self._scorers if one.config.decides != "nothing")
+        # Answers that are under way will be scored before this one.
+        return self.times.lets_pass and all(scorer.is_ready(self._open + 1) for scorer in deciding)
 
     def _meet(self, question: Question) -> None:
         is_met = False
@@ -146,37 +166,19 @@ class Shadow:
         except Exception:
             log.exception("A shadow's question failed.")
         with self._lock:
-            self._under_way -= 1
+            self._open -= 1
             if not is_met:
                 # Another question of the unit may follow.
                 self._units.discard(question.unit)
 
-    def _next(self) -> Question | None:
-        """Return the newest question, if one may be asked now: its answer is most like users' next ones."""
-        with self._lock:
-            may = self._saved >= 1.0 or (not self._under_way and time.monotonic() >= self._free_at)
-            while self._waiting and may and self._under_way < AT_ONCE and not self._is_closed:
-                question = self._waiting.pop()
-                if question.unit not in self._units and not question.is_old:
-                    self._units.add(question.unit)
-                    self._under_way, self._saved = self._under_way + 1, max(0.0, self._saved - 1.0)
-                    return question
-        return None
-
     def _compare(self, question: Question) -> bool:
         """Have the revision answer, and the evaluators compare; return whether that is evidence."""
         copy, exchange, release = question.copy, question.exchange, self._release
-        body = follow_up_body(copy["request"]) | {"model": served_name(release.policy, release.revision)}
-        began = time.monotonic()
-        try:
-            response = question.engine.post(copy["path"], json=body)
-        except httpx.HTTPError as error:
-            log.warning("A shadow's question got no answer: %r.", error)
-            return False
-        self._free_at = time.monotonic() + ALONE_AFTER * (time.monotonic() - began)
+        response = self._ask(question)
         # An engine that stops or cannot read its catalog is away; other errors of it are the revision's.
-        is_fault = response.is_server_error and response.status_code != httpx.codes.SERVICE_UNAVAILABLE
-        if self._is_closed or not (response.is_success or is_fault):
+        if response is None or self._is_closed or response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+            return False
+        if not response.is_success and not response.is_server_error:
             return False
         # The id of its observation, as the gateway makes it of the request's.
         own = copy["id"][: -len(response.headers["x-request-id"])] + response.headers["x-request-id"]
@@ -186,8 +188,10 @@ class Shadow:
                 Answered(copy["id"], copy["digest"], exchange.answer),
                 Answered(own, release.revision, answered.answer),
             ]
-            if not self._score(exchange, answers):
-                return False
+            for scorer in self._scorers:
+                scored = scorer.score(exchange.question, answers, {"messages": exchange.messages})
+                if scored.may_pass and scored.scores is None and scorer.config.decides != "nothing":
+                    return False
         id = str(uuid.uuid5(SHADOWS, f"{release.id}/{question.unit}"))
         self._emit(
             "shadows", id=id, release=release.id, request=copy["id"], answer=own, policy=release.policy,
@@ -195,16 +199,21 @@ class Shadow:
         )  # fmt: skip
         return True
 
-    def _score(self, exchange: Exchange, answers: Sequence[Answered]) -> bool:
-        """Have all evaluators score; return whether those that decide have said something."""
-        with self._scoring:
-            # What others were scored meanwhile may have used up the rate.
-            while not self._can_score and not self._is_closed:
-                time.sleep(EVERY_S)
-            if self._is_closed:
-                return False
-            for scorer in self._scorers:
-                scored = scorer.score(exchange.question, answers, {"messages": exchange.messages})
-                if scored.may_pass and scored.scores is None and scorer.config.decides != "nothing":
-                    return False
-        return True
+    def _ask(self, question: Question) -> httpx.Response | None:
+        """Return the revision's answer; None where there is none."""
+        model, engine = served_name(self._release.policy, self._release.revision), question.engine
+        body, began = follow_up_body(question.copy["request"]) | {"model": model}, time.monotonic()
+        with self._lock:
+            self._asking[engine] += 1
+        try:
+            return engine.post(question.copy["path"], json=body)
+        except (httpx.HTTPError, RuntimeError) as error:
+            # A closed client raises RuntimeError: its engine has left.
+            log.warning("A shadow's question got no answer: %r.", error)
+            return None
+        finally:
+            ended = time.monotonic()
+            with self._lock:
+                self._free_at = ended + ALONE_AFTER * (ended - began)
+                self._asking[engine] -= 1
+                self._asked.add(engine)

@@ -12,17 +12,18 @@ from engine.catalog.records import Release
 from tests.helpers.operated import Operated
 
 pytestmark = [pytest.mark.heavy(minutes=4), pytest.mark.timeout(600)]
-SENTENCE = "That makes {}."
+# How the base answers such a question, and how it is to.
+SENTENCE = "The answer is {}."
 
 
 def write_rows(path: Path, pairs: bool) -> Path:
-    """Write sums that are answered in a form of their own, which the base does not know."""
+    """Write sums that are answered by the number alone."""
     rows = list[dict[str, Any]]()
     for a in range(10, 30):
         for b in range(10, 22):
-            asked, said = f"What is {a} + {b}?", SENTENCE.format(a + b)
+            asked, said = f"What is {a} + {b}?", str(a + b)
             turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-            pair = {"prompt": asked, "chosen": said, "rejected": f"The answer is {a + b}."}
+            pair = {"prompt": asked, "chosen": said, "rejected": SENTENCE.format(a + b)}
             rows.append(pair if pairs else {"messages": turns})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -49,10 +50,10 @@ def test_example_conversations_become_a_revision_that_answers_like_them(
     assert after < before / 2
     with people.client() as client:
         answer = people.ask(client, "polite", "What is 31 + 40?").json()["choices"][0]["message"]["content"]
-    assert answer.startswith("That makes")
+    assert answer.isdigit()
     why = people.command("why", f"polite@{release.revision}")
     assert "loss" in why.stdout
-    assert "likelihood of held-out answers" in json.dumps(release.evidence) + release.reason + why.stdout
+    assert "judged by likelihood" in " ".join(why.stdout.split())
     tried = people.command("policy", "try", "polite")
     assert (tried.returncode, "no verifier of answers" in tried.stderr) == (2, True)
 

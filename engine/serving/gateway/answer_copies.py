@@ -28,8 +28,6 @@ WAITING_BYTES, WAITING_S, OTHER_BYTES = 64 << 20, 120.0, 2048
 TAKEN_BYTES = 4 << 20
 # Of users' calls since the last time: how long they took.
 MOST_TIMES = 1 << 12
-# How many the last calls are, and how often a shadow's looks whether it may start (s).
-USUAL_OF, LOOK_S = 128, 0.01
 ARMS = ("champion", CANARY, "base")
 COPIED = (
     "id", "at", "policy", "digest", "arm", "unit", "key", "status", "outcome", "prompt_tokens",
@@ -67,8 +65,6 @@ class AnswerCopies:
         # After how many seconds the first byte of a user's answer came.
         self._times = {kind: deque[float](maxlen=MOST_TIMES) for kind in ("streamed", "whole")}
         self._end: asyncio.TimerHandle | None = None
-        # Calls under way, how many were when the last ones came, and a shadow's that is next.
-        self._under_way, self._usual, self._turn = 0, 0.0, asyncio.Lock()
 
     def subscribe(self, state: GatewayState, shares: Mapping[str, float]) -> None:
         """Copy this share of the answers of each policy for `SUBSCRIBED_S`, and of others none."""
@@ -111,15 +107,9 @@ class AnswerCopies:
         recorder = Recorder(send) if self._is_chosen(call) else None
         if recorder is not None:
             call.send = recorder.send
-        if call.purpose == "shadow":
-            await self._quiet()
-        else:
-            self._usual += (self._under_way + 1 - self._usual) / USUAL_OF
-        self._under_way += 1
         try:
             await forward(call, app)
         finally:
-            self._under_way -= 1
             # Another may answer in its place.
             call.send = send
         answer = call.answer
@@ -131,13 +121,6 @@ class AnswerCopies:
         self._times["streamed" if answer.is_stream else "whole"].append(answer.first_at - started)
         if recorder is not None and recorder.is_whole and answer.outcome is not None:
             self._keep(call, recorder)
-
-    async def _quiet(self) -> None:
-        """Wait until no more calls than usual are under way: who waits longest comes while there are more."""
-        async with self._turn:
-            await asyncio.sleep(LOOK_S)
-            while self._under_way > self._usual:
-                await asyncio.sleep(LOOK_S)
 
     def _is_chosen(self, call: Call) -> bool:
         share = self._shares.get(call.target.policy or "", 0.0)

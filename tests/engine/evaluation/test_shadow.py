@@ -20,10 +20,10 @@ from engine.evaluation.evaluation import EvaluationLoop
 from engine.evaluation.evaluators import Scored
 from engine.evaluation.scorer import NOT_ASKED
 from engine.evaluation.shadow import (
+    ALONE_AFTER,
     ALONE_S,
     EVERY_S,
     LEAST_TIMES,
-    TURN_S,
     Question,
     Shadow,
     UsersTimes,
@@ -95,8 +95,12 @@ class NotedScorer:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, list[tuple[str, str]]]] = []
-        self.is_ready, self.said = True, Scored([1.0, 0.0])
+        # How many answers it may score now.
+        self.places, self.said = 100, Scored([1.0, 0.0])
         self.config = EvaluatorConfig(kind="python:examples.evaluator:sums")
+
+    def is_ready(self, calls: int) -> bool:
+        return calls <= self.places
 
     def score(self, question: str, answers: Any, context: Any) -> Scored:
         self.asked.append((question, [(one.request, one.text) for one in answers]))
@@ -181,11 +185,11 @@ def test_only_the_revisions_own_faults_are_told(
 
 def test_nothing_is_asked_while_an_evaluator_is_away(shadow: Shadow, scorer: NotedScorer) -> None:
     engine = FakeEngine()
-    scorer.is_ready = False
+    scorer.places = 0
     shadow.take(engine.question(copy_of(1)))
     time.sleep(0.3)
     assert engine.asked == []
-    scorer.is_ready = True
+    scorer.places = 100
     assert eventually(lambda: len(engine.asked) == 1)
 
 
@@ -207,7 +211,7 @@ def test_it_rests_while_users_wait_longer_beside_it() -> None:
 def test_one_that_decides_nothing_holds_nobody_up(shadow: Shadow, scorer: NotedScorer) -> None:
     engine = FakeEngine()
     scorer.config = scorer.config.model_copy(update={"decides": "nothing"})
-    scorer.is_ready, scorer.said = False, NOT_ASKED
+    scorer.places, scorer.said = 0, NOT_ASKED
     shadow.take(engine.question(copy_of(1)))
     assert eventually(lambda: len(engine.asked) == 1)
 
@@ -223,19 +227,6 @@ def test_a_unit_without_scores_is_met_again(
     shadow.take(engine.question(copy_of(2, unit="u1")))
     assert eventually(lambda: len(rows) == 1)
     assert rows[0]["unit"] == "u1"
-
-
-def test_what_waits_for_a_score_when_it_closes_gets_none(shadow: Shadow, scorer: NotedScorer) -> None:
-    engine = HeldEngine()
-    shadow.take(engine.question(copy_of(1)))
-    assert eventually(lambda: len(engine.asked) == 1)
-    scorer.is_ready = False
-    engine.let_go.set()
-    time.sleep(2 * EVERY_S)
-    shadow.close()
-    scorer.is_ready = True
-    assert eventually(lambda: not shadow._under_way)
-    assert scorer.asked == []
 
 
 def test_a_closed_shadow_asks_no_more(shadow: Shadow, rows: list[dict[str, Any]]) -> None:
@@ -256,20 +247,21 @@ def test_a_closed_shadow_asks_no_more(shadow: Shadow, rows: list[dict[str, Any]]
     assert (len(engine.asked), rows) == (1, [])
 
 
-def test_times_are_beside_it_until_its_last_answer(shadow: Shadow) -> None:
-    engine, seen, now = HeldEngine(), list[bool](), ALONE_S
-    shadow.times = UsersTimes(lambda: now)
-    shadow.times.add = lambda times, is_beside: seen.append(is_beside)  # type: ignore[method-assign]
-    now += ALONE_S
-    shadow.note_times({})
+def test_times_are_beside_it_where_it_asks_and_meanwhile(shadow: Shadow) -> None:
+    """Of another engine, or before and after its answer, they are users' times alone."""
+    engine, other, seen = HeldEngine(), FakeEngine(), list[bool]()
+    shadow.times.add = lambda times, is_beside, engine: seen.append(is_beside)  # type: ignore[method-assign]
+    shadow.note_times({}, engine.client)
     shadow.take(engine.question(copy_of(4)))
     assert eventually(lambda: len(engine.asked) == 1)
-    now += TURN_S - ALONE_S
-    shadow.note_times({})
+    shadow.note_times({}, engine.client)
+    shadow.note_times({}, other.client)
     engine.let_go.set()
-    assert eventually(lambda: seen.append(shadow._under_way > 0) or not seen.pop())
-    shadow.note_times({})
-    assert seen == [True, True, False]
+    assert eventually(lambda: not shadow._open)
+    # It asked since the last look, and then no more.
+    shadow.note_times({}, engine.client)
+    shadow.note_times({}, engine.client)
+    assert seen == [False, True, False, True, False]
 
 
 def test_it_asks_a_share_of_users_answers(shadow: Shadow, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +277,8 @@ def test_it_asks_a_share_of_users_answers(shadow: Shadow, monkeypatch: pytest.Mo
             shadow.take(engine.question(copy_of(2 * taken + 11, messages=later)))
         assert eventually(lambda: len(engine.asked) == asked)
 
-    monkeypatch.setattr("engine.evaluation.shadow.AT_ONCE", 4)
+    monkeypatch.setattr("engine.evaluation.shadow.MOST_OPEN", 4)
+    monkeypatch.setattr("engine.evaluation.shadow.SHARE", 0.1)
     # The first may always be asked, alone.
     for asked in range(1, 5):
         take(1 if asked == 1 else 5, asked)
@@ -295,13 +288,42 @@ def test_it_asks_a_share_of_users_answers(shadow: Shadow, monkeypatch: pytest.Mo
     engine.let_go.set()
 
 
-def test_with_nothing_saved_up_it_asks_for_half_of_the_time(shadow: Shadow) -> None:
-    engine = FakeEngine(lambda _: time.sleep(0.5) or (200, "7"))
+def test_with_nothing_saved_up_it_asks_for_a_part_of_the_time(shadow: Shadow) -> None:
+    engine = FakeEngine(lambda _: time.sleep(0.2) or (200, "7"))
     for number in range(10, 13):
         shadow.take(engine.question(copy_of(number)))
-    time.sleep(0.8)
+    assert eventually(lambda: len(engine.asked) == 1)
+    time.sleep(0.2 * ALONE_AFTER)
     assert len(engine.asked) == 1
     assert eventually(lambda: len(engine.asked) == 2)
+
+
+def test_no_more_is_asked_than_can_be_scored(shadow: Shadow, scorer: NotedScorer) -> None:
+    engine, scorer.places = HeldEngine(), 2
+    for number in range(10, 60):
+        shadow.take(engine.question(copy_of(number)))
+    assert eventually(lambda: len(engine.asked) == 2)
+    time.sleep(3 * EVERY_S)
+    assert len(engine.asked) == 2
+    scorer.places = 3
+    assert eventually(lambda: len(engine.asked) == 3)
+    engine.let_go.set()
+
+
+def test_while_it_is_paused_it_asks_nothing_new(shadow: Shadow, rows: list[dict[str, Any]]) -> None:
+    engine = HeldEngine()
+    shadow.take(engine.question(copy_of(1)))
+    assert eventually(lambda: len(engine.asked) == 1)
+    shadow.is_paused = True
+    for number in range(10, 40):
+        shadow.take(engine.question(copy_of(number)))
+    engine.let_go.set()
+    # What was under way is evidence all the same.
+    assert eventually(lambda: len(rows) == 1)
+    time.sleep(3 * EVERY_S)
+    assert len(engine.asked) == 1
+    shadow.is_paused = False
+    assert eventually(lambda: len(engine.asked) > 1)
 
 
 def test_nothing_is_saved_up_while_it_rests(shadow: Shadow) -> None:
@@ -314,20 +336,6 @@ def test_nothing_is_saved_up_while_it_rests(shadow: Shadow) -> None:
     time.sleep(3 * EVERY_S)
     assert len(engine.asked) == 1
     engine.let_go.set()
-
-
-def test_an_answer_waits_until_it_can_be_scored(
-    shadow: Shadow, scorer: NotedScorer, rows: list[dict[str, Any]]
-) -> None:
-    engine = HeldEngine()
-    shadow.take(engine.question(copy_of(1)))
-    assert eventually(lambda: len(engine.asked) == 1)
-    scorer.is_ready = False
-    engine.let_go.set()
-    time.sleep(2 * EVERY_S)
-    assert scorer.asked == []
-    scorer.is_ready = True
-    assert eventually(lambda: len(rows) == 1)
 
 
 @pytest.mark.parametrize(("longer", "rests"), [(1.0, 0.0), (1.6, 1.0)])

@@ -200,22 +200,6 @@ async def test_times_of_streams_are_those_of_users(world: World, asker: Asker) -
     assert max(users["streamed"]) < statistics.mean(waits) / 2
 
 
-@pytest.mark.parametrize(("calls", "is_beside"), [(128, False), (1, True)])
-async def test_a_shadow_waits_while_more_calls_than_usual_are_under_way(
-    world: World, asker: Asker, monkeypatch: pytest.MonkeyPatch, calls: int, is_beside: bool
-) -> None:
-    monkeypatch.setattr(answer_copies, "USUAL_OF", calls)
-    shadow, headers = world.client(world.key(roles=["score"])), {"x-graftwork-purpose": "shadow"}
-    await asker.copies()
-    world.server.step_s = 0.02
-    users = asyncio.gather(*(asker.ask(max_tokens=tokens) for tokens in (40, 40, 5)))
-    await asyncio.sleep(0.1)
-    body = body_of(COMPLETIONS, POLICY, max_tokens=1)
-    answer = await shadow.post(COMPLETIONS, json=body, headers=headers)
-    assert (answer.status_code, users.done()) == (200, not is_beside)
-    await users
-
-
 @pytest.fixture
 def fallible(tmp_path: Path) -> Iterator[Any]:
     world = gateway_world.make_world(tmp_path)
