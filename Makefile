@@ -23,12 +23,13 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10
 LONG := -m '(slow or hypothesis) and not gpu' --timeout 7200 -p tests.helpers.parts
 PART ?= 1/1
 
-.PHONY: help run run-real test test-fast test-all up down repro lint bench docs real cookbook clean
+.PHONY: help run run-real try-real test test-fast test-all up down repro lint bench docs real cookbook clean
 
 help:
 	@echo 'Every target first sets up $(VENV) with the pinned packages.'
 	@echo 'make run        run the main job: adapt and release the policies, then roll back a bad revision'
 	@echo 'make run-real   run the main job on a real language model, smollm2-135m (93 MB more)'
+	@echo 'make try-real   teach that model a style from 200 examples, and ask it before and after (6 minutes)'
 	@echo 'make up         start the services in the background; make down stops them'
 	@echo 'make repro      reproduce the evaluation of params.yaml with dvc repro'
 	@echo 'make test-fast  run the quick tests that start no service'
@@ -45,6 +46,9 @@ run: $(STAMP)
 
 run-real: $(REAL_STAMP)
 	@$(BIN)/graftwork run --base smollm2-135m
+
+try-real: $(REAL_STAMP)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/try_real/try_real.sh
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(PARALLEL) --machine-lock -m 'not slow and not gpu'

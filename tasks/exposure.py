@@ -18,7 +18,7 @@ PATHS = {
         "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/feedback", "/v1/prewarm",
         "/v1/load_lora_adapter", "/tokenize", "/detokenize", "/invocations", "/pause", "/sleep",
         "/server_info", "/graftwork/marker", "/graftwork/residency", "/graftwork/loads",
-        "/graftwork/rollouts", "/docs", "/openapi.json",
+        "/graftwork/samples", "/docs", "/openapi.json",
     ),
     "trainer": (
         "/", "/health", "/status", "/sessions", "/metrics", "/forward", "/forward_backward", "/optim_step",
@@ -26,7 +26,7 @@ PATHS = {
     ),
     "controller": (
         "/", "/health", "/status", "/metrics", "/policies", "/releases", "/ledger/observations", "/notices",
-        "/notices/inbox", "/mlflow/webhook", "/promote", "/rollback", "/purge", "/freeze", "/docs",
+        "/notices/inbox", "/promote", "/rollback", "/purge", "/freeze", "/docs",
         "/openapi.json",
     ),
     "mlflow": (

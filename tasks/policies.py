@@ -107,7 +107,8 @@ def create_policy(
     method, verifier = method_of(data, verifier, method)
     config = _settings(params, name, verifier, owner, {**settings, "method": method})
     refuse_unlisted("verifier", config.verifier, params.python_modules)
-    Verifier(config).close()
+    if config.verifier not in LIKELIHOODS:
+        Verifier(config).close()
     reuse_purged_name(params, name, owner, reuse_name)
     params.suites_dir.mkdir(parents=True, exist_ok=True)
     with (

@@ -74,14 +74,6 @@ class EngineClient(ServiceClient):
                 raise self._error_of(response)
             yield response.headers["x-graftwork-revision"], _pieces(response)
 
-    def rollouts(self, body: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
-        """Return a group of samples for each of the body's prompts.
-
-        Retries for `patience_s` while the engine is full or down. Raises `NotFound` for an unknown model,
-        and `ConfigError` for any other 4xx answer.
-        """
-        return list(self._sampled("/graftwork/rollouts", body)["groups"])
-
     def samples(self, body: Mapping[str, Any], patience_s: float | None = None) -> dict[str, Any]:
         """Return `n` samples of one prompt (token ids), as `engine.serving.gateway.samples.Samples` asks.
 
@@ -89,14 +81,14 @@ class EngineClient(ServiceClient):
         `samples`: `tokens` with the stop sequence's or the end token's, their `logprobs`, and `stop_reason`
         (stop or length). `prompt_logprobs`: one value for each prompt token, None for the first.
         `topk_prompt_logprobs`: for each prompt token pairs of token id and log-probability, None for the
-        first. Both are None unless asked for. `usage`: `prompt_tokens` and `completion_tokens`. Retries and
-        errors are those of `rollouts`; `patience_s` replaces the client's own.
-        """
-        return self._sampled("/graftwork/samples", body, patience_s)
+        first. Both are None unless asked for. `usage`: `prompt_tokens` and `completion_tokens`.
 
-    def _sampled(self, path: str, body: Mapping[str, Any], patience_s: float | None = None) -> dict[str, Any]:
+        Retries for `patience_s`, by default the client's own, while the engine is full or down. Raises
+        `NotFound` for an unknown model, and `ConfigError` for any other 4xx answer.
+        """
+
         def ask() -> dict[str, Any]:
-            response = self.http.post(path, json=body)
+            response = self.http.post("/graftwork/samples", json=body)
             if response.is_success:
                 return self._json_of(response, dict)
             kind, excerpt = of_status(response.status_code), response.text[:SHOWN]
@@ -105,8 +97,7 @@ class EngineClient(ServiceClient):
             if kind is NotFound:
                 raise kind(f"The engine does not know {body['model']!r}: {excerpt}")
             raise ConfigError(
-                f"The engine refused the {path.rpartition('/')[2]} of {body['model']!r} with "
-                f"{response.status_code}: {excerpt} "
+                f"The engine refused the samples of {body['model']!r} with {response.status_code}: {excerpt} "
                 "Check the policy's questions and sampling settings, and engine.max_model_len."
             )
 

@@ -19,7 +19,6 @@ from engine.catalog.fleet import Fleet
 from engine.catalog.opening import open_catalog, whole_catalog
 from engine.clients.http_client import connect
 from engine.clients.prefect import PrefectLogin
-from engine.controller.access_control import WEBHOOK
 from engine.controller.api import build_app
 from engine.controller.evidence import EvidenceReader
 from engine.controller.release_loop import Controller
@@ -31,7 +30,6 @@ from engine.integrations.cancelled_runs import CancelledRuns
 from engine.integrations.missed_runs import MissedRuns
 from engine.integrations.mlflow_aliases import AliasMirror
 from engine.integrations.mlflow_registry import open_registry
-from engine.integrations.mlflow_webhook import webhook_router
 from engine.logs import set_up
 from engine.notifications.alarm_watch import AlarmWatch
 from engine.notifications.health_monitor import HealthMonitor
@@ -39,7 +37,7 @@ from engine.notifications.notice_endpoints import notices_router
 from engine.notifications.notices import NotificationSender, released
 from engine.ports import bind
 from engine.report.live_page import page_router
-from engine.security.credentials import USER, credential, known_credential
+from engine.security.credentials import USER, known_credential
 from engine.security.http import server_options, trusted
 from engine.settings.params import Params, load_params
 from engine.threads import PeriodicThread, background
@@ -56,18 +54,16 @@ def whole_controller(params: Params, holder: str) -> Controller:
 
 
 def whole_app(controller: Controller, mirror: AliasMirror) -> FastAPI:
-    """Return the HTTP side with every optional part: page, notices, MLflow's webhook, a backup's age."""
-    secret = credential(controller.params.paths, "controller")
-    routers = page_router(controller), notices_router(controller.catalog), webhook_router(mirror, secret)
+    """Return the HTTP side with every optional part: page, notices, a backup's age."""
+    routers = page_router(controller), notices_router(controller.catalog)
     BackupAge(controller.metrics.registry, controller.catalog)
     return build_app(controller, routers, lambda: mirror.fault)
 
 
 def alias_mirror(controller: Controller) -> AliasMirror:
     """Return what keeps routes and aliases in MLflow equal."""
-    params, site = controller.params, controller.params.url("controller")
-    registry, secret = open_registry(params), credential(params.paths, "controller")
-    return AliasMirror(controller.catalog, controller.decisions, registry, site, f"{site}{WEBHOOK}", secret)
+    registry, site = open_registry(controller.params), controller.params.url("controller")
+    return AliasMirror(controller.catalog, controller.decisions, registry, site)
 
 
 def work_beside(controller: Controller) -> list[PeriodicThread]:

@@ -1,6 +1,6 @@
 """Who calls the controller, and what the caller may do.
 
-Every path but `OPEN_PATHS` needs a credential: an admin key of the catalog, or the controller's own, which
+Every path but `HEALTH` needs a credential: an admin key of the catalog, or the controller's own, which
 reads and delivers notices; for `METRICS` a key with that role is enough, and for `EVENTS` the credential that
 processes elsewhere hold. A browser logs in with one of them
 as its password (basic authentication). It then sends the password with every request, also from other pages,
@@ -25,9 +25,6 @@ from engine.errors import ConfigError, GraftworkError, Unauthorized
 from engine.security.http import HEALTH, same
 
 SAFE_METHODS = ("GET", "HEAD")
-# MLflow's webhook carries a signature instead of a key.
-WEBHOOK = "/mlflow/webhook"
-OPEN_PATHS = (HEALTH, WEBHOOK)
 METRICS = "/metrics"
 EVENTS = "/events/"
 NEEDED = "This call needs the header `Authorization: Bearer KEY` with a valid admin key."
@@ -62,7 +59,7 @@ class CredentialRequired:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on with its caller in the state."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] != HEALTH:
             authorization = Headers(scope=scope).get("authorization", "")
             try:
                 caller = await run_in_threadpool(self.find, authorization, scope["method"], scope["path"])

@@ -4,10 +4,12 @@ The gates in order: effect probe, offline score, shadow, approval, canary, promo
 fails closed.
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from engine.catalog.records import Release, Route
+from engine.controller.waits import Wait
 from engine.ledger.evaluations import EvaluatorUse, costs_in_words
 from engine.quality.budget import ErrorBudget
 from engine.quality.canary import CanaryResult
@@ -21,18 +23,30 @@ SKIPPABLE = ("score", "shadow", "canary")
 # The share by which a revision's perplexity on general text may be above the base's.
 GENERAL_MARGIN = 0.05
 
+# What an offline score is without a verifier of answers, by what stands in its place.
+SCORES = {
+    "likelihood": "The likelihood of held-out answers",
+    "preference": "The share of held-out pairs whose better answer is likelier",
+}
+
 
 @dataclass(frozen=True)
 class OfflineScore:
     """Mean scores of revision and baseline, in [0, 1], on the `items` that both have answered.
 
-    `low` is the lower bound of the paired difference's 95% interval.
+    `low` is the lower bound of the paired difference's 95% interval. `verifier` is that of the policy.
     """
 
     items: int
     revision: float
     baseline: float
     low: float = -1.0
+    verifier: str = ""
+
+    @property
+    def name(self) -> str:
+        """What was scored, in words."""
+        return SCORES.get(self.verifier, "The offline score")
 
 
 @dataclass(frozen=True)
@@ -89,11 +103,15 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Action:
-    """What to do, and the reason in a sentence; `weight` is the canary's in a next step, or to ask for."""
+    """What to do, and the reason in a sentence; `weight` is the canary's in a next step, or to ask for.
+
+    `waits` is what a release that waits has, needs and waits for.
+    """
 
     kind: Kind
     reason: str = ""
     weight: float = 0.0
+    waits: tuple[Wait, ...] = ()
 
 
 def advance(release: Release, evidence: Evidence) -> Action:
@@ -111,8 +129,8 @@ def advance(release: Release, evidence: Evidence) -> Action:
         return Action(release.evidence["verdict"], release.reason)
     if evidence.route.champion != release.baseline:
         return Action("hold", "Superseded: the champion changed while the release was running.")
-    if release.paused:
-        return _shadow_harm(release, evidence) or _guard(release, evidence) or Action("wait", "It is paused.")
+    if release.paused and (harm := _shadow_harm(release, evidence) or _guard(release, evidence)):
+        return harm
     gates = {
         "probe": _probe,
         "score": _score,
@@ -120,7 +138,13 @@ def advance(release: Release, evidence: Evidence) -> Action:
         "approval": _approval,
         "canary": _canary,
     }
-    return gates[release.step](release, evidence)
+    action = gates[release.step](release, evidence)
+    if pause := release.paused:
+        needs = f"`graftwork decide resume {release.policy}`"
+        waited_s = max(0.0, evidence.now - pause["at"])
+        wait = Wait("pause", f"paused by {pause['by']}: {pause['reason']}", needs, waited_s)
+        return Action("wait", "It is paused.", waits=(wait, *action.waits))
+    return action
 
 
 def _probe(release: Release, evidence: Evidence) -> Action:
@@ -146,12 +170,12 @@ def _score(release: Release, evidence: Evidence) -> Action:
     if settings.feedback == "none" and score.low < -settings.score_margin:
         return Action(
             "hold",
-            f"The offline score went from {figures}, and may have fallen by {-score.low:.3f}. Without "
+            f"{score.name} went from {figures}, and may have fallen by {-score.low:.3f}. Without "
             f"feedback it decides, and {settings.score_margin:g} is allowed: score more items.",
         )
     if change < -settings.score_margin:
-        return Action("hold", f"The offline score fell from {figures}; {settings.score_margin:g} is allowed.")
-    return _language(evidence.language, f"The offline score went from {figures}.")
+        return Action("hold", f"{score.name} fell from {figures}; {settings.score_margin:g} is allowed.")
+    return _language(evidence.language, f"{score.name} went from {figures}.")
 
 
 def _language(language: LanguageScore | None, so_far: str) -> Action:
@@ -184,7 +208,13 @@ def _shadow(release: Release, evidence: Evidence) -> Action:
             f"The shadow met {shadow.units} of {settings.shadow} units within {settings.max_s:g} s. "
             f"{sentences} {_uses(evidence)} Lower `release.shadow`, or raise `release.max_s`.",
         )
-    return Action("wait")
+    units = f"{shadow.units} of {settings.shadow} units"
+    needs, left_s = f"clear, or {settings.shadow} units without harm", settings.max_s - evidence.step_s
+    waits = (
+        Wait(f"shadow: {guard.guard}", f"{guard.state}, {units}", needs, evidence.step_s, left_s)
+        for guard in shadow.required
+    )
+    return Action("wait", waits=tuple(waits))
 
 
 def _shadow_harm(release: Release, evidence: Evidence) -> Action | None:
@@ -208,13 +238,26 @@ def _approval(release: Release, evidence: Evidence) -> Action:
         return Action("next_gate", f"Approved by {release.approved['by']}: {release.approved['reason']}")
     if evidence.step_s >= wanted_s:
         return Action("hold", f"Nobody approved the release within {wanted_s:g} s.")
-    return Action("wait")
+    return _wait_for_approval(release, release.weight, evidence.step_s, wanted_s)
+
+
+def _wait_for_approval(release: Release, weight: float, waited_s: float, wanted_s: float) -> Action:
+    needs = f"`graftwork decide approve {release.policy}`, or the form in Prefect"
+    wait = Wait(f"approval of {weight:.0%}", "no approval", needs, waited_s, wanted_s - waited_s)
+    return Action("wait", waits=(wait,))
 
 
 def _canary(release: Release, evidence: Evidence) -> Action:
+    if not evidence.frozen:
+        return _thawed_canary(release, evidence)
+    if harm := _guard(release, evidence):
+        return harm
+    wait = Wait("freeze", "releases are frozen", "`graftwork decide thaw`", evidence.weight_s)
+    return Action("wait", "Releases are frozen.", waits=(wait, *_thawed_canary(release, evidence).waits))
+
+
+def _thawed_canary(release: Release, evidence: Evidence) -> Action:
     settings = ReleaseConfig.stored(release.settings)
-    if evidence.frozen:
-        return _guard(release, evidence) or Action("wait", "Releases are frozen.")
     if missing := _missing(evidence):
         return missing
     if "canary" in release.skip_gates:
@@ -223,7 +266,8 @@ def _canary(release: Release, evidence: Evidence) -> Action:
         return harm
     if release.asked:
         if evidence.asked_s < settings.approval_s:
-            return Action("wait")
+            weight = release.asked["weight"]
+            return _wait_for_approval(release, weight, evidence.asked_s, settings.approval_s)
         share = f"{release.asked['weight']:.0%}"
         return Action("hold", f"Nobody approved the step to {share} within {settings.approval_s:g} s.")
     if release.canary_started_at is None:
@@ -248,7 +292,11 @@ def _missing(evidence: Evidence) -> Action | None:
     if not evidence.without:
         return None
     if evidence.step_s < LOAD_S:
-        return Action("wait")
+        has = f"engines without the revision: {', '.join(sorted(evidence.without))}"
+        left_s = LOAD_S - evidence.step_s
+        return Action(
+            "wait", waits=(Wait("load", has, "every engine has loaded it", evidence.step_s, left_s),)
+        )
     named = "; ".join(f"{id}: {why.rstrip('.')}" for id, why in sorted(evidence.without.items()))
     return Action("hold", f"Not every engine loaded the revision within {LOAD_S:g} s. {named}.")
 
@@ -312,10 +360,11 @@ def _next_step(release: Release, settings: ReleaseConfig, evidence: Evidence) ->
     guards = " ".join(guard.sentence() for guard in canary.required)
     sentences = f"{guards} {canary.feedback.sentence()} {_uses(evidence)}".rstrip()
     following = next((weight for weight in settings.weights if weight > release.weight), None)
+    wait = Action("wait", waits=tuple(_canary_waits(release, settings, evidence)))
     if release.weight > settings.weight:
         is_baked = evidence.weight_s >= settings.bake_s
         baked = f"The canary did no harm in {settings.bake_s:g} s at {release.weight:.0%}. {sentences}"
-        return Action("promote", baked) if is_baked else Action("wait")
+        return Action("promote", baked) if is_baked else wait
     if release.weight < settings.weight and following:
         is_full = canary.step_units >= settings.min_units
         if is_full or evidence.weight_s >= settings.step_s:
@@ -331,7 +380,27 @@ def _next_step(release: Release, settings: ReleaseConfig, evidence: Evidence) ->
         return Action("promote", f"The canary is within its margins or better. {sentences}")
     if evidence.step_s >= settings.max_s:
         return Action("hold", f"No verdict within {settings.max_s:g} s. {sentences}")
-    return Action("wait")
+    return wait
+
+
+def _canary_waits(release: Release, settings: ReleaseConfig, evidence: Evidence) -> Iterator[Wait]:
+    canary, gate, in_step_s = evidence.canary, f"canary {release.weight:.0%}", evidence.weight_s
+    left_s = settings.max_s - evidence.step_s
+    if release.weight > settings.weight:
+        has, needs = f"no harm in {in_step_s:.0f} s", f"no harm in {settings.bake_s:g} s"
+        yield Wait(gate, has, needs, in_step_s, settings.bake_s - in_step_s, "promotion")
+    elif release.weight < settings.weight:
+        has = f"{canary.step_units} of {settings.min_units} units"
+        needs = f"{settings.min_units} units, or {settings.step_s:g} s"
+        ends = min((settings.step_s - in_step_s, "next step"), (left_s, "hold"))
+        yield Wait(gate, has, needs, in_step_s, *ends)
+    else:
+        is_full = canary.canary_units >= settings.min_units
+        needs = f"clear, and {settings.min_units} units"
+        for guard in canary.required:
+            if not is_full or guard.state != "clear":
+                has = f"{guard.state}, {canary.canary_units} of {settings.min_units} units"
+                yield Wait(f"{gate}: {guard.guard}", has, needs, in_step_s, left_s)
 
 
 def _skipped(release: Release, gate: str) -> str:

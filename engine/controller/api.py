@@ -19,10 +19,10 @@ from starlette.concurrency import run_in_threadpool
 
 from engine.catalog.catalog import Policy, Release
 from engine.controller.access_control import METRICS, Admin, CredentialRequired, Limit, whole_body
+from engine.controller.advance import advance
 from engine.controller.alarms import alarms
 from engine.controller.release_loop import Controller
 from engine.controller.status_metrics import StatusMetrics
-from engine.controller.waits import waits_of
 from engine.errors import ConfigError, GraftworkError, NotFound, ServiceError
 from engine.files import write_whole
 from engine.ledger.ledger import open_snapshot
@@ -291,7 +291,7 @@ def _plain(value: Any) -> Any:
 def _shown(controller: Controller, release: Release) -> dict[str, Any]:
     """Return a release's row, and what follows from it and the evidence while it runs."""
     latest = controller.latest.get(release.id)
-    waits = [wait.row() for wait in waits_of(release, latest)] if latest else []
+    waits = [wait.row() for wait in advance(release, latest).waits] if latest else []
     return asdict(release) | {"paused": release.paused, "asks": release.asks, "waits": waits}
 
 

@@ -107,11 +107,12 @@ class EvidenceReader:
         return self._engines_without(release.policy, release.revision, base)
 
     def _score(self, release: Release, base: str, ledger: Ledger) -> OfflineScore | None:
-        suite = self._catalog.policies.get(release.policy).config.get("suite", "")
-        mine, theirs = _common_scores(ledger, base, release, suite, release.baseline)
+        config = self._catalog.policies.get(release.policy).config
+        mine, theirs = _common_scores(ledger, base, release, config.get("suite", ""), release.baseline)
         if not mine or release.revision == release.baseline:
             return None
-        return OfflineScore(len(mine), fmean(mine), fmean(theirs), paired_difference(mine, theirs).low)
+        low = paired_difference(mine, theirs).low
+        return OfflineScore(len(mine), fmean(mine), fmean(theirs), low, config.get("verifier", ""))
 
     def _language(self, release: Release, base: str, ledger: Ledger) -> LanguageScore | None:
         if not self._catalog.policies.get(release.policy).config.get("general"):

@@ -1,4 +1,4 @@
-"""The text of a question and of its answer, read from the bodies of every API, whole and streamed.
+"""The text of a question and of its answer, read from bodies of completions and chats, whole and streamed.
 
 Bodies come from clients and models. What has more than text, or is not of its API's form, has no exchange.
 """
@@ -13,16 +13,11 @@ Body = Mapping[str, Any]
 Turn = dict[str, str]
 # Fields of a request that are its client's own, its stream's, or of several choices and their tokens.
 ITS_OWN = {
-    "model", "stream", "stream_options", "user", "safety_identifier", "metadata", "store", "conversation",
-    "previous_response_id", "background", "include", "prompt_cache_key", "service_tier", "priority",
-    "cache_salt", "request_id", "n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs",
-    "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids",
+    "model", "stream", "stream_options", "user", "safety_identifier", "metadata", "store", "prompt_cache_key",
+    "service_tier", "priority", "cache_salt", "request_id", "n", "best_of", "logprobs", "top_logprobs",
+    "prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids",
 }  # fmt: skip
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-# Parts of a message with its text, and those that are no part of what was said.
-TEXTS, THOUGHTS = ("text", "input_text", "output_text"), ("thinking", "redacted_thinking", "reasoning_text")
-# Pieces of a thought in Anthropic's streams.
-OF_THOUGHTS = ("thinking_delta", "signature_delta")
 
 
 @dataclass(frozen=True)
@@ -43,10 +38,9 @@ def exchange_of(path: str, request: Body, is_stream: bool, answer: str) -> Excha
     """Return a request of the API at `path` and its answer as text, or None where they are not text alone."""
     if path not in APIS:
         return None
-    read_turns, read_answer = APIS[path]
     try:
-        turns = read_turns(request)
-        said = "".join(read_answer(events_of(answer) if is_stream else [_parsed(answer)]))
+        turns = APIS[path](request)
+        said = "".join(said_in_choices(events_of(answer) if is_stream else [_parsed(answer)]))
     except NotText:
         return None
     spoken = [turn for turn in turns if turn["role"] != "system"]
@@ -83,26 +77,9 @@ def turns_of_chat(request: Body) -> list[Turn]:
     return [_turn(message) for message in _objects(request.get("messages"))]
 
 
-def turns_of_messages(request: Body) -> list[Turn]:
-    """Return Anthropic's system prompt and turns. Raises `NotText`."""
-    return _system(request.get("system")) + turns_of_chat(request)
-
-
-def turns_of_response(request: Body) -> list[Turn]:
-    """Return the instructions and the turns of OpenAI's responses. Raises `NotText`."""
-    given = request.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else _objects(given)
-    turns = [_turn(item) for item in items if item.get("type") != "reasoning"]
-    return _system(request.get("instructions")) + turns
-
-
-def _system(content: Any) -> list[Turn]:
-    return [{"role": "system", "content": "\n".join(_texts(content))}] if content else []
-
-
 def _turn(message: Body) -> Turn:
     role = message.get("role")
-    is_said = message.get("type", "message") == "message" and isinstance(role, str) and role in ROLES
+    is_said = isinstance(role, str) and role in ROLES
     if not is_said or message.get("tool_calls") or message.get("function_call"):
         raise NotText
     return {"role": ROLES[str(role)], "content": "\n".join(_texts(message.get("content")))}
@@ -113,16 +90,14 @@ def _texts(content: Any) -> Iterator[str]:
     for part in [content] if isinstance(content, str) else _array(content):
         if isinstance(part, str):
             yield part
-            continue
-        kind = _object(part).get("type", "text")
-        if kind in TEXTS and isinstance(part.get("text"), str):
+        elif _object(part).get("type", "text") == "text" and isinstance(part.get("text"), str):
             yield part["text"]
-        elif kind not in THOUGHTS:
+        else:
             raise NotText
 
 
 def said_in_choices(events: Iterable[Body]) -> Iterator[str]:
-    """Yield the pieces of completions' or chat's answer. Raises `NotText`."""
+    """Yield the pieces of an answer. Raises `NotText`."""
     has_choice = False
     for event in events:
         for choice in _objects(event.get("choices")):
@@ -135,42 +110,6 @@ def said_in_choices(events: Iterable[Body]) -> Iterator[str]:
             yield piece or ""
     if not has_choice:
         raise NotText
-
-
-def said_in_message(events: Iterable[Body]) -> Iterator[str]:
-    """Yield the pieces of an answer of Anthropic's. Raises `NotText`."""
-    has_message = False
-    for event in events:
-        kind = event.get("type")
-        if kind in ("message", "message_start"):
-            has_message = True
-        if kind == "error":
-            raise NotText
-        if kind == "message":
-            yield from _texts(event.get("content"))
-        elif kind == "content_block_start":
-            yield from _texts([event.get("content_block")])
-        elif kind == "content_block_delta":
-            delta = _object(event.get("delta"))
-            if isinstance(text := delta.get("text"), str):
-                yield text
-            elif delta.get("type") not in OF_THOUGHTS:
-                raise NotText
-    if not has_message:
-        raise NotText
-
-
-def said_in_response(events: Iterable[Body]) -> Iterator[str]:
-    """Yield the texts of an answer of OpenAI's responses; a stream's last event has it. Raises `NotText`."""
-    *_, last = [{}, *events]
-    response = _object(last.get("response", last))
-    if response.get("status") not in ("completed", "incomplete"):
-        raise NotText
-    for item in _objects(response.get("output")):
-        if item.get("type") == "message":
-            yield from _texts(item.get("content"))
-        elif item.get("type") != "reasoning":
-            raise NotText
 
 
 def _parsed(text: str) -> Body:
@@ -196,9 +135,4 @@ def _objects(value: Any) -> list[dict[str, Any]]:
     return [_object(one) for one in _array(value)]
 
 
-APIS = {
-    "/v1/completions": (turns_of_completion, said_in_choices),
-    "/v1/chat/completions": (turns_of_chat, said_in_choices),
-    "/v1/messages": (turns_of_messages, said_in_message),
-    "/v1/responses": (turns_of_response, said_in_response),
-}
+APIS = {"/v1/completions": turns_of_completion, "/v1/chat/completions": turns_of_chat}

@@ -10,7 +10,7 @@ from engine.errors import GraftworkError
 from engine.evaluation.evaluators import Evaluator, FunctionEvaluator, VerifierEvaluator
 from engine.evaluation.judge import judge_of
 from engine.evaluation.mlflow_judge import stored_judge
-from engine.evaluation.release_evaluation import EVALUATED, EvaluationProgress, ReleaseEvaluation
+from engine.evaluation.release_evaluation import EVALUATED, Progress, ReleaseEvaluation
 from engine.ledger.evaluations import release_progress
 from engine.ledger.ledger import open_snapshot
 from engine.ledger.spool import Spool
@@ -51,9 +51,6 @@ class EvaluationLoop:
         """End all evaluators."""
         for release in self._releases.values():
             release.close()
-        for clients in self._engines.values():
-            for client in clients:
-                client.close()
 
     def _follow(self) -> None:
         running = {
@@ -82,11 +79,11 @@ class EvaluationLoop:
         refuse_unlisted("evaluator", kind, self._params.python_modules)
         return FunctionEvaluator(kind, timeout_s)
 
-    def _progress(self, release: Release) -> EvaluationProgress:
+    def _progress(self, release: Release) -> Progress:
         if not self._params.paths.ledger_snapshot.is_file():
-            return EvaluationProgress()
+            return {}, ()
         with open_snapshot(self._params.paths.ledger_snapshot) as ledger:
-            return EvaluationProgress(*release_progress(ledger, release))
+            return release_progress(ledger, release)
 
     def _clients(self, url: str) -> tuple[EngineClient, EngineClient]:
         if url not in self._engines:

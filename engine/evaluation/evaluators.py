@@ -38,11 +38,17 @@ class Evaluator(Protocol):
         """End what it has started."""
 
 
-class OwnProcessEvaluator:
-    """An evaluator in a process of its own, which scores one question's answers at a time."""
+class FunctionEvaluator:
+    """`python:MODULE:FUNC`, called with (question, answers, context) in a process of its own.
 
-    def __init__(self, process: Apart, timeout_s: float):
-        self._process, self._timeout_s, self._turn = process, timeout_s, threading.Lock()
+    It scores one question's answers at a time. Raises `ConfigError` when it cannot be loaded.
+    """
+
+    # The process's module, and what it is called in errors.
+    _RUNS_IN = ("engine.evaluation.function_process", "evaluator")
+
+    def __init__(self, kind: str, timeout_s: float):
+        self._process, self._timeout_s, self._turn = Apart(kind, *self._RUNS_IN), timeout_s, threading.Lock()
 
     def score(self, question: str, answers: Sequence[str], context: dict[str, Any]) -> Scored:
         """Return the scores. Who waits for the turn costs nothing."""
@@ -61,29 +67,16 @@ class OwnProcessEvaluator:
     def _ask(
         self, question: str, answers: list[str], context: dict[str, Any]
     ) -> tuple[list[float], str | None]:
-        raise NotImplementedError
-
-
-class FunctionEvaluator(OwnProcessEvaluator):
-    """`python:MODULE:FUNC`, called with (question, answers, context).
-
-    Raises `ConfigError` when it cannot be loaded.
-    """
-
-    def __init__(self, kind: str, timeout_s: float):
-        super().__init__(Apart(kind, "engine.evaluation.function_process", "evaluator"), timeout_s)
-
-    def _ask(
-        self, question: str, answers: list[str], context: dict[str, Any]
-    ) -> tuple[list[float], str | None]:
         return self._process.ask((question, answers, context), self._timeout_s)
 
 
-class VerifierEvaluator(OwnProcessEvaluator):
+class VerifierEvaluator(FunctionEvaluator):
     """A policy's own verifier, where it needs no expected answer: a `python:` function, which is given "".
 
     Raises `ConfigError` for another verifier, or when it cannot be loaded.
     """
+
+    _RUNS_IN = ("engine.problems.verifier_process", "verifier")
 
     def __init__(self, verifier: str, timeout_s: float):
         if not verifier.startswith("python:"):
@@ -91,7 +84,7 @@ class VerifierEvaluator(OwnProcessEvaluator):
                 f"The verifier {verifier!r} needs an expected answer, which users' questions do not have. "
                 "Name an evaluator of another kind, such as python:MODULE:FUNC."
             )
-        super().__init__(Apart(verifier), timeout_s)
+        super().__init__(verifier, timeout_s)
 
     def _ask(
         self, question: str, answers: list[str], context: dict[str, Any]

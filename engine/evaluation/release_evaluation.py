@@ -4,9 +4,8 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -25,31 +24,25 @@ AT_ONCE, MOST_WAITING = 8, 32
 LOAD_AGAIN_S = 30.0
 # Returns the evaluator of a policy by its settings; may raise anything.
 Load = Callable[[str, EvaluatorConfig], Evaluator]
+Progress = tuple[Mapping[str, float], Iterable[str]]
 log = logging.getLogger("graftwork.evaluation")
 # Steps of a release in which users' answers are copied.
 EVALUATED = ("shadow", "canary")
-
-
-@dataclass(frozen=True)
-class EvaluationProgress:
-    """What the ledger has of a release: the cost by evaluator, and the units that the shadow has met."""
-
-    spent: Mapping[str, float] = field(default_factory=dict)
-    units: frozenset[str] = frozenset()
 
 
 class ReleaseEvaluation:
     """Scores the copies of a release's answers by its evaluators, until it is closed.
 
     `load` returns the evaluator of a policy by its settings. One that cannot be loaded is tried again, and
-    each time the reason is a row of the ledger.
+    each time the reason is a row of the ledger. `progress` is the cost by evaluator before, and the units
+    that the shadow has met.
     """
 
-    def __init__(self, release: Release, load: Load, emit: Emit, progress: EvaluationProgress):
-        self.release, self._load, self._emit, self._progress = release, load, emit, progress
+    def __init__(self, release: Release, load: Load, emit: Emit, progress: Progress):
+        self.release, self._load, self._emit = release, load, emit
+        self._spent, self._units = progress[0], set(progress[1])
         self._settings = ReleaseConfig.stored(release.settings)
-        self._missing = set(self._settings.asked_evaluators)
-        self._load_at = 0.0
+        self._missing, self._load_at = set(self._settings.asked_evaluators), 0.0
         self._scorers: list[Scorer] = []
         self._pool = ThreadPoolExecutor(AT_ONCE, f"evaluation-{release.policy}")
         self._places = threading.Semaphore(AT_ONCE + MOST_WAITING)
@@ -70,27 +63,25 @@ class ReleaseEvaluation:
         # Without one of those that decide a comparison decides nothing.
         is_whole = not self._missing & self._settings.deciding_evaluators.keys()
         if release.step == "shadow" and self._shadow is None and is_whole:
-            self._shadow = Shadow(release, self._scorers, self._emit, set(self._progress.units))
+            self._shadow = Shadow(release, self._scorers, self._emit, self._units)
+        if self._shadow is not None:
+            self._shadow.is_paused = bool(release.paused)
         if release.step != "shadow" and self._shadow is not None:
             self._shadow.close()
             self._shadow = None
 
     def _load_missing(self) -> None:
         for name in sorted(self._missing):
-            config, spent = self._settings.evaluators[name], self._progress.spent.get(name, 0.0)
+            config, spent = self._settings.evaluators[name], self._spent.get(name, 0.0)
             try:
                 evaluator = self._load(self.release.policy, config)
             except Exception as error:
                 # A function's module, a key's file and what MLflow has may fail in any way.
                 log.error("The evaluator %r of %s: %s", name, self.release.policy, error)
                 self._emit(
-                    "evaluations",
-                    release=self.release.id,
-                    policy=self.release.policy,
-                    evaluator=name,
-                    version=config.version,
-                    fault=f"unloaded: {error}",
-                )
+                    "evaluations", release=self.release.id, policy=self.release.policy, evaluator=name,
+                    version=config.version, fault=f"unloaded: {error}",
+                )  # fmt: skip
             else:
                 self._scorers.append(Scorer(self.release, name, config, evaluator, self._emit, spent))
                 self._missing.discard(name)
@@ -117,9 +108,9 @@ class ReleaseEvaluation:
                 scorer.score(exchange.question, answered, {"messages": exchange.messages})
 
         for scorer in self._scorers:
-            # The gateway has copied the largest share that one of them scores.
-            is_scored = _place_of(copy["id"], scorer.name) * self.share < scorer.config.share
-            if is_scored and self._places.acquire(blocking=False):
+            # A number in [0, 1) chooses. The gateway has copied the largest share that one of them scores.
+            place = uuid.uuid5(uuid.NAMESPACE_OID, f"{copy['id']}/{scorer.name}").int / 2**128
+            if place * self.share < scorer.config.share and self._places.acquire(blocking=False):
                 self._pool.submit(score, scorer).add_done_callback(lambda _: self._places.release())
 
     def note_times(self, times: Mapping[str, Sequence[float]], engine: httpx.Client) -> None:
@@ -134,8 +125,3 @@ class ReleaseEvaluation:
         self._pool.shutdown(wait=False, cancel_futures=True)
         for scorer in self._scorers:
             scorer.close()
-
-
-def _place_of(request: str, name: str) -> float:
-    """Return a number in [0, 1) by which an evaluator's share of the answers is chosen."""
-    return uuid.uuid5(uuid.NAMESPACE_OID, f"{request}/{name}").int / 2**128

@@ -57,16 +57,15 @@ class Scorer:
         self._calls, self._price = 0, 0.0
         self._chance = random.Random()
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether it may score an answer now: within its rate and its budget, and not away."""
+    def is_ready(self, calls: int = 1) -> bool:
+        """Whether it may score so many times now: within its rate and its budget, and not away."""
         with self._lock:
-            return self._may_call()
+            return self._may_call(calls)
 
-    def _may_call(self) -> bool:
+    def _may_call(self, calls: int = 1) -> bool:
         # Beside the calls under way.
         can_pay = self._spent + self._calls * self._price < self.config.budget
-        return self._refill() >= 1.0 and can_pay and time.monotonic() >= self._rests_until
+        return self._refill() >= calls and can_pay and time.monotonic() >= self._rests_until
 
     def score(self, question: str, answers: Sequence[Answered], context: dict[str, Any]) -> Scored:
         """Score answers to one question, in random order, and emit a row for each; return what it said.

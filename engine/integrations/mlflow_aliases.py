@@ -24,11 +24,10 @@ from engine.catalog.catalog import AliasNote, Catalog, Route
 from engine.controller.release_decisions import ReleaseDecisions
 from engine.errors import GraftworkError
 from engine.integrations.mlflow_registry import Model, Registry
-from engine.notifications.notices import refused
+from engine.notifications.notices import notify
 from engine.threads import PeriodicThread
 
 INTERVAL_S = 1.0
-HOOK, HOOK_EVERY_S = "graftwork", 60.0
 ROLES = ("champion", "canary", "previous")
 SEEN, LOST = "@seen", "@lost"
 BY = "mlflow"
@@ -67,7 +66,7 @@ class AliasMirror(PeriodicThread):
     """Keeps aliases and routes equal, on a thread of its own.
 
     A move holds the lock of `decisions`, calls to MLflow do not. `link` is the URL in notifications of
-    refusals, `hook` the URL that MLflow's webhook posts to, signed with `secret`.
+    refusals.
     """
 
     def __init__(
@@ -76,16 +75,12 @@ class AliasMirror(PeriodicThread):
         decisions: ReleaseDecisions,
         registry: Registry,
         link: str = "",
-        hook: str = "",
-        secret: str = "",
     ):
-        super().__init__("aliases", INTERVAL_S, self._mirror_hooked)
+        super().__init__("aliases", INTERVAL_S, self._mirror_in_name)
         self._catalog = catalog
         self._decisions = decisions
         self._registry = registry
         self._link = link
-        self._hook, self._secret = hook, secret
-        self._hook_due = 0.0
         self._alarms: dict[str, str] = {}
 
     @property
@@ -95,10 +90,9 @@ class AliasMirror(PeriodicThread):
             return f"The aliases in MLflow are not up to date: {self.work.error}"
         return " ".join(list(self._alarms.values())) or None
 
-    def _mirror_hooked(self) -> None:
+    def _mirror_in_name(self) -> None:
         with acting(BY):
             self.mirror()
-        self._keep_hooked()
 
     def mirror(self) -> None:
         """Reconcile every registered policy's aliases with its route; raises `httpx.HTTPError`."""
@@ -116,17 +110,6 @@ class AliasMirror(PeriodicThread):
                 # A model that cannot be reconciled must not block the others.
                 self._alarms[name] = f"The aliases of {name!r} are not up to date: {error}"
         self._miss(notes, set(models))
-
-    def _keep_hooked(self) -> None:
-        """Install the webhook again now and then: a registry restored from a backup may lack it."""
-        if not self._hook or time.monotonic() < self._hook_due:
-            return
-        self._hook_due = time.monotonic() + HOOK_EVERY_S
-        try:
-            self._registry.ensure_webhook(HOOK, self._hook, self._secret)
-        except httpx.HTTPStatusError as error:
-            # A server may accept https only; polling alone is fast enough.
-            log.info("MLflow refused the webhook; aliases are polled: %s", error)
 
     def _reconcile(self, model: Model, notes: dict[str, AliasNote]) -> None:
         moves = find_moves(model.aliases, notes)
@@ -173,7 +156,9 @@ class AliasMirror(PeriodicThread):
             tagged = move.version or self._current_version(model.name, move.role)
             if tagged:
                 self._registry.tag(model.name, tagged, REFUSED, refusal)
-            refused(self._catalog, model.name, digest, refusal, self._link)
+            # Each refusal is an event of its own.
+            key = str(time.time())
+            notify(self._catalog, "revision.refused", refusal, self._link, key, model.name, digest)
         elif move.version:
             self._registry.untag(model.name, move.version, REFUSED)
 

@@ -4,7 +4,6 @@ It does not import mlflow, which would cost the controller 150 MB and two second
 of a model version names its revision.
 """
 
-import hashlib
 from collections.abc import Set
 from contextlib import closing
 from dataclasses import dataclass
@@ -78,21 +77,6 @@ class Registry:
         """Delete a version's tag; a missing version or tag is ignored."""
         body = {"name": policy, "version": version, "key": key}
         self._call("DELETE", "model-versions/delete-tag", {404}, json=body)
-
-    def ensure_webhook(self, owner: str, url: str, secret: str) -> None:
-        """Have MLflow post to `url`, signed with `secret`, when an alias is set or deleted.
-
-        Replaces other webhooks of `owner`. A name ends in a hash of the secret, which MLflow does not return.
-        """
-        name = f"{owner}.{hashlib.sha256(secret.encode()).hexdigest()[:12]}"
-        hooks = self._pages("webhooks", "webhooks", {})
-        own_hooks = [hook for hook in hooks if hook["name"].partition(".")[0] == owner]
-        if [(hook["name"], hook["url"]) for hook in own_hooks] == [(name, url)]:
-            return
-        for hook in own_hooks:
-            self._call("DELETE", f"webhooks/{hook['webhook_id']}", {404})
-        events = [{"entity": "MODEL_VERSION_ALIAS", "action": action} for action in ("CREATED", "DELETED")]
-        self._call("POST", "webhooks", json={"name": name, "url": url, "events": events, "secret": secret})
 
     def _pages(self, path: str, field: str, params: dict[str, Any]) -> list[dict[str, Any]]:
         items: list[dict[str, Any]] = []

@@ -27,18 +27,18 @@ SCORED = f"""
     FROM values JOIN answers ON answers.id = values.id AND (by_key IS NULL OR by_key = key)
     WHERE values."at" <= $ended AND NOT is_refused ORDER BY values."at", seq
 """
+# No answer of a release began more than an hour before it, and older ones are many.
 PAIRS = """
     SELECT shadows.id, shadows.unit, shadows.key, theirs.status, mine.status, theirs.outcome, mine.outcome,
         theirs.completion_tokens, mine.completion_tokens, shadows.request, shadows.answer
-    FROM shadows JOIN observations theirs ON theirs.id = shadows.request
-        JOIN observations mine ON mine.id = shadows.answer
-    WHERE shadows.release = $release ORDER BY shadows.rowid
+    FROM shadows JOIN observations theirs ON theirs.id = shadows.request AND theirs."at" >= $since - 3600
+        JOIN observations mine ON mine.id = shadows.answer AND mine."at" >= $since - 3600
+    WHERE shadows.release = $release AND shadows.id NOT IN (SELECT unnest($known::VARCHAR[]))
+    ORDER BY shadows.rowid
 """
 PAIR_SCORES = """
     SELECT request, evaluator, version, score FROM evaluations
-    WHERE release = $release AND score IS NOT NULL
-        AND request IN (SELECT request FROM shadows WHERE release = $release
-            UNION SELECT answer FROM shadows WHERE release = $release)
+    WHERE release = $release AND score IS NOT NULL AND request IN (SELECT unnest($answers::VARCHAR[]))
 """
 USES = """
     SELECT evaluator, version, count(score), count(*) FILTER (score IS NULL), arg_max(fault, "at"),
@@ -48,7 +48,8 @@ USES = """
 SHADOW_COST = """
     SELECT count(*), coalesce(sum(latency_s), 0),
         coalesce(sum(coalesce(prompt_tokens, 0) + coalesce(completion_tokens, 0)), 0)::BIGINT
-    FROM observations WHERE id IN (SELECT answer FROM shadows WHERE release = $release)
+    FROM observations WHERE "at" >= $since - 3600
+        AND id IN (SELECT answer FROM shadows WHERE release = $release)
 """
 UNITS = "SELECT unit FROM shadows WHERE release = $release"
 
@@ -112,17 +113,21 @@ def live_scores(ledger: duckdb.DuckDBPyConnection, release: Release) -> list[Liv
     return list(starmap(LiveScore, ledger.execute(SCORED, of_canary(release) | _named(release)).fetchall()))
 
 
-def shadow_pairs(ledger: duckdb.DuckDBPyConnection, release: Release) -> list[ShadowPairRow]:
-    """Return a release's pairs of answers, in order of arrival."""
-    return list(starmap(ShadowPairRow, ledger.execute(PAIRS, _named(release)).fetchall()))
+def shadow_pairs(
+    ledger: duckdb.DuckDBPyConnection, release: Release, known: Iterable[str]
+) -> list[ShadowPairRow]:
+    """Return a release's pairs of answers but for those of these ids, in order of arrival."""
+    asked = _named(release) | {"since": release.created_at, "known": list(known)}
+    return list(starmap(ShadowPairRow, ledger.execute(PAIRS, asked).fetchall()))
 
 
 def pair_scores(
-    ledger: duckdb.DuckDBPyConnection, release: Release
+    ledger: duckdb.DuckDBPyConnection, release: Release, pairs: Sequence[ShadowPairRow]
 ) -> dict[str, dict[tuple[str, str], float]]:
-    """Return the scores of a shadow's answers and those beside them: by answer, by evaluator and version."""
+    """Return the scores of the answers of pairs: by answer, by evaluator and version."""
+    asked = _named(release) | {"answers": [id for pair in pairs for id in (pair.request, pair.answer)]}
     scores: dict[str, dict[tuple[str, str], float]] = defaultdict(dict)
-    for answer, evaluator, version, score in ledger.execute(PAIR_SCORES, _named(release)).fetchall():
+    for answer, evaluator, version, score in ledger.execute(PAIR_SCORES, asked).fetchall():
         scores[answer][evaluator, version] = score
     return scores
 
@@ -134,7 +139,8 @@ def evaluator_uses(ledger: duckdb.DuckDBPyConnection, release: Release) -> list[
 
 def shadow_cost(ledger: duckdb.DuckDBPyConnection, release: Release) -> tuple[int, float, int]:
     """Return a shadow's answers, the engine's seconds for them, and their tokens, prompts included."""
-    row: tuple[int, float, int] = ledger.execute(SHADOW_COST, _named(release)).fetchall()[0]
+    asked = _named(release) | {"since": release.created_at}
+    row: tuple[int, float, int] = ledger.execute(SHADOW_COST, asked).fetchall()[0]
     return row
 
 

@@ -21,9 +21,8 @@ class ShadowReader:
 
     def read(self, ledger: duckdb.DuckDBPyConnection, release: Release) -> ShadowResult:
         """Take the pairs that are new, and return what all say."""
-        pairs = [pair for pair in shadow_pairs(ledger, release) if pair.id not in self._taken]
-        if pairs:
-            scores = pair_scores(ledger, release)
+        if pairs := shadow_pairs(ledger, release, self._taken):
+            scores = pair_scores(ledger, release, pairs)
             for pair in pairs:
                 mine, theirs = (self._of_rules(scores.get(id, {})) for id in (pair.answer, pair.request))
                 self._judge.observe(_pair(pair, mine, theirs))

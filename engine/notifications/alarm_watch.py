@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from engine.controller.alarms import alarms
 from engine.controller.release_loop import Controller
-from engine.notifications.notices import alarmed
+from engine.notifications.notices import notify
 from engine.threads import PeriodicThread
 
 LOOK_S = 5.0
@@ -34,12 +34,13 @@ class AlarmWatch(PeriodicThread):
         for part, fault in faults.items():
             since = self._since.setdefault(part, now)
             if part not in self._told and now - since >= LASTS_S:
-                alarmed(catalog, True, f"{part}: {fault}", link, f"{part} {since}")
+                notify(catalog, "alarm.began", f"{part}: {fault}", link, f"{part} {since}")
                 self._told.add(part)
         for part in self._since.keys() - faults.keys():
             since = self._since[part]
             if part in self._told:
-                alarmed(catalog, False, f"{part}: over after {now - since:.0f} s.", link, f"{part} {since}")
+                over = f"{part}: over after {now - since:.0f} s."
+                notify(catalog, "alarm.ended", over, link, f"{part} {since}")
             # Only now: a notification that could not be stored is tried again.
             self._told.discard(part)
             del self._since[part]

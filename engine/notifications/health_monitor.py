@@ -10,7 +10,7 @@ from engine.clients.engine import EngineClient
 from engine.controller.due import drift
 from engine.controller.facts import gather
 from engine.errors import GraftworkError
-from engine.notifications.notices import drifted, engine_changed
+from engine.notifications.notices import notify
 from engine.settings.params import Params, known_policies
 from engine.threads import PeriodicThread
 
@@ -44,8 +44,8 @@ class HealthMonitor(PeriodicThread):
         link = f"{self._params.url('controller')}/"
         if self.engine.is_healthy():
             if self._down_since is not None:
-                away_s = time.time() - self._down_since
-                engine_changed(self._catalog, True, f"Back after {away_s:.0f} s.", link, self._down_since)
+                reason = f"Back after {time.time() - self._down_since:.0f} s."
+                notify(self._catalog, "engine.up", reason, link, str(self._down_since))
             self._seen, self._misses, self._down_since = True, 0, None
             return
         # An engine that has not been up yet is starting; that is not an outage.
@@ -53,7 +53,7 @@ class HealthMonitor(PeriodicThread):
         if self._misses == MISSES:
             self._down_since = time.time()
             reason = f"The engine at {self._params.url('engine')} has not answered {MISSES} times in a row."
-            engine_changed(self._catalog, False, reason, link, self._down_since)
+            notify(self._catalog, "engine.down", reason, link, str(self._down_since))
 
     def _look_at_champions(self) -> None:
         for name in known_policies(self._params):
@@ -63,4 +63,6 @@ class HealthMonitor(PeriodicThread):
             except GraftworkError:
                 continue
             if champion and (why := drift(facts)):
-                drifted(self._catalog, name, champion, why, f"{self._params.url('controller')}/")
+                # Once for each champion.
+                link = f"{self._params.url('controller')}/"
+                notify(self._catalog, "policy.drift", why, link, "", name, champion)

@@ -33,10 +33,12 @@ def released(catalog: Catalog, release: Release, site: str) -> None:
     """
     link = f"{site}/releases/{release.id}"
     for name, reason, key in _changes(release):
-        _add(catalog, f"graftwork.release.{name}", release.policy, release.revision, reason, link, key)
+        notify(catalog, f"release.{name}", reason, link, key, release.policy, release.revision)
     probe = release.evidence.get("probe") or {}
     if release.state == "held" and probe.get("accepted") is False:
-        refused(catalog, release.policy, release.revision, release.reason, link, release.id)
+        notify(
+            catalog, "revision.refused", release.reason, link, release.id, release.policy, release.revision
+        )
 
 
 def _changes(release: Release) -> Iterator[tuple[str, str, str]]:
@@ -61,31 +63,11 @@ def _changes(release: Release) -> Iterator[tuple[str, str, str]]:
             yield "resumed", f"By {pause['resumed_by']}: {pause['resumed_for']}", number
 
 
-def refused(
-    catalog: Catalog, policy: str, digest: str | None, reason: str, link: str, key: str | None = None
+def notify(
+    catalog: Catalog, name: str, reason: str, link: str, key: str, policy: str = "", digest: str | None = None
 ) -> None:
-    """Notify that a revision was refused; equal `key`s are one refusal, by default each call is its own."""
-    _add(catalog, "graftwork.revision.refused", policy, digest, reason, link, key or str(time.time()))
-
-
-def engine_changed(catalog: Catalog, up: bool, reason: str, link: str, since: float) -> None:
-    """Notify that the engine is down or back; `since` (epoch seconds) identifies the outage."""
-    _add(catalog, f"graftwork.engine.{'up' if up else 'down'}", "", None, reason, link, str(since))
-
-
-def alarmed(catalog: Catalog, begins: bool, reason: str, link: str, key: str) -> None:
-    """Notify that an alarm began or ended; `key` identifies it."""
-    _add(catalog, f"graftwork.alarm.{'began' if begins else 'ended'}", "", None, reason, link, key)
-
-
-def drifted(catalog: Catalog, policy: str, champion: str, reason: str, link: str) -> None:
-    """Notify that users rate a champion below its offline score; once for each champion."""
-    _add(catalog, "graftwork.policy.drift", policy, champion, reason, link, "")
-
-
-def _add(
-    catalog: Catalog, name: str, policy: str, digest: str | None, reason: str, link: str, key: str
-) -> None:
+    """Notify of `graftwork.NAME`, and whose it is; what has an equal `key` too is the same event."""
+    name = f"graftwork.{name}"
     id = str(uuid.uuid5(NAMES, f"{name}/{policy}/{digest}/{key}"))
     catalog.notices.add(Notice(id, name, policy, digest, reason, link, time.time()))
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from engine.errors import ConfigError
 from engine.problems.procedural import Problem, reward
 from engine.problems.written_numbers import are_equal, bare_number, last_number
-from engine.settings.own_functions import load_own
+from engine.settings.own_functions import LIKELIHOODS, load_own
 from engine.settings.policies import PolicyConfig
 
 # A rule that judges answers otherwise than before gets the next version. It is a part of its suites' version,
@@ -163,7 +163,12 @@ class Verifier:
     """Score answers by a policy's rule; thread-safe. Close it, or use it in a `with` block."""
 
     def __init__(self, config: PolicyConfig):
-        """Start the verifier; `ConfigError` when a `python:` verifier cannot be loaded."""
+        """Start the verifier; `ConfigError` when it cannot be loaded, or judges no answers."""
+        if config.verifier in LIKELIHOODS:
+            raise ConfigError(
+                f"The policy has no verifier of answers: {config.verifier!r} scores revisions by the "
+                "probability of known answers. Give it one, such as exact or python:MODULE:FUNC."
+            )
         self.kind, self.contract, self.timeout_s = config.verifier, config.contract, config.verifier_timeout_s
         self._apart = Apart(self.kind) if self._needs_process() else None
 

@@ -1,15 +1,14 @@
 """Registration in bulk: some ten thousand adapters a second from one process into catalog and store.
 
-Adapters are collected by shape into batches, hashed and packed. A thread stores and commits one while the
-next is collected. Bytes are fsynced before the rows that name them are committed, so that a kill at any
-moment leaves whole revisions or none.
+Adapters are collected into batches, and those of one shape hashed and packed together. A thread stores and
+commits one batch while the next is collected. Bytes are fsynced before the rows that name them are committed,
+so that a kill at any moment leaves whole revisions or none.
 """
 
 import re
-from collections.abc import Container, Iterable, Iterator, Set
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
 from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
 # The most adapters of a batch, and its bytes: enough to share the wait for an fsync, and for many of its
 # random digests to fall on one page of the catalog's index; few enough for the thread to begin early.
 BATCH, BATCH_BYTES = 4096, 32 << 20
-# Bytes that may wait for more of their shape, all shapes together.
-HELD_BYTES = 2 * BATCH_BYTES
 # Shapes that are remembered: an endless iterator may bring ever new ones.
 FORMS = 256
 # A run of more adapters leaves a long log in SQLite.
@@ -70,50 +67,24 @@ class Registered(NamedTuple):
 
 
 class BulkRow(NamedTuple):
-    """An entry whose names and shapes are right."""
+    """An entry that is fit, with its digest, and its packed bytes with their checksum."""
 
     position: int
     policy: str
     parent: str | None
     step: int
+    form: BatchForm
+    digest: str
+    payload: memoryview
+    checksum: str
 
     def refused(self, reason: str) -> Registered:
         """Return the result of an entry that is refused."""
         return Registered(self.position, self.policy, None, False, reason)
 
 
-@dataclass
-class Group:
-    """Entries of one shape that wait to become a batch: their rows, and a copy of each one's values (D)."""
-
-    form: BatchForm
-    rows: list[BulkRow] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of the values."""
-        return len(self.rows) * self.form.nbytes
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether this is a whole batch."""
-        return len(self.rows) >= BATCH or self.nbytes >= BATCH_BYTES
-
-
-@dataclass(frozen=True)
-class BulkBatch:
-    """Adapters of one shape, each with its digest; `payloads` are packed bytes and checksum, by digest."""
-
-    form: BatchForm
-    rows: list[BulkRow]
-    digests: list[str]
-    payloads: dict[str, tuple[memoryview, str]]
-
-    def without(self, policies: Container[str]) -> "BulkBatch":
-        """Return the batch without the rows of these policies."""
-        kept = [row.policy not in policies for row in self.rows]
-        return replace(self, rows=list(compress(self.rows, kept)), digests=list(compress(self.digests, kept)))
+# Entries of one shape: each one's position, itself, and a copy of its values (D).
+Group = list[tuple[int, Entry, Tensor]]
 
 
 def register_many(
@@ -136,63 +107,71 @@ def register_many(
     claim(catalog, store)
     admission = Admission(base, base_digest, dtype)
     registration = Registration(catalog, store, base_digest, owner, now)
-    groups: dict[BatchForm, Group] = {}
-    held = position = 0
-    # The thread ends with what was handed over, also when the caller stops.
-    with ExitStack() as end, ThreadPoolExecutor(1, "register") as thread:
-
-        @end.callback
-        def shorten() -> None:
-            if position >= MANY:
-                catalog.shorten_log()
-
-        under_way: Future[list[Registered]] = thread.submit(list)
-
-        def hand_over(group: Group) -> Iterator[Registered]:
-            nonlocal under_way
-            batch, refused = batch_of(group)
-            before, under_way = under_way, thread.submit(registration.register, batch)
-            yield from refused
-            yield from before.result()
-
-        for position, entry in enumerate(entries):
-            try:
-                form, values_D = admission.admit(entry)
-            except AdapterError as error:
-                yield Registered(position, entry.policy, None, False, str(error))
-                continue
-            group = groups.setdefault(form, Group(form))
-            group.rows.append(BulkRow(position, entry.policy, entry.parent, entry.step))
-            group.values.append(values_D)
-            held += form.nbytes
-            if group.is_full or held >= HELD_BYTES:
-                largest = group if group.is_full else max(groups.values(), key=attrgetter("nbytes"))
-                held -= largest.nbytes
-                yield from hand_over(groups.pop(largest.form))
-        for group in groups.values():
-            yield from hand_over(group)
-        yield from under_way.result()
+    count = 0
+    try:
+        # The thread ends with what was handed over, also when the caller stops.
+        with ThreadPoolExecutor(1, "register") as thread:
+            under_way: Future[list[Registered]] = thread.submit(list)
+            for rows, refused in batches(entries, admission):
+                before, under_way = under_way, thread.submit(registration.register, rows)
+                count += len(rows)
+                yield from refused
+                yield from before.result()
+            yield from under_way.result()
+    finally:
+        if count > MANY:
+            catalog.shorten_log()
 
 
 # Here and not in the thread: `hashlib` gives the GIL away for each adapter, and a thread beside a busy one
 # waits 5 ms to have it back.
-def batch_of(group: Group) -> tuple[BulkBatch, list[Registered]]:
-    """Return a group's adapters, hashed and packed, and the refusals of those with NaN or Inf."""
-    form, rows, values_ND = group.form, group.rows, torch.stack(group.values)
-    refused = []
-    if not is_finite(values_ND):
-        finite_N = values_ND.isfinite().all(dim=1)
-        unfit = [(rows[n], group.values[n]) for n in (~finite_N).nonzero().flatten().tolist()]
-        refused = [row.refused(form.first_fault(values_D)) for row, values_D in unfit]
-        rows, values_ND = list(compress(rows, finite_N.tolist())), values_ND[finite_N]
-    # Nothing holds a copy of them beside the packed bytes.
-    group.values.clear()
-    digests, payloads = form.digests(values_ND), form.pack(values_ND)
-    sums = zip(payloads, map(checksum_of, payloads), strict=True)
+def batches(
+    entries: Iterable[Entry], admission: "Admission"
+) -> Iterator[tuple[list[BulkRow], list[Registered]]]:
+    """Yield the entries a batch at a time: those that are fit, in the order of digests, and refusals."""
+    groups = defaultdict[BatchForm, Group](list)
+    refused: list[Registered] = []
+    count = size = 0
+    for position, entry in enumerate(entries):
+        count += 1
+        try:
+            form, values_D = admission.admit(entry)
+            groups[form].append((position, entry, values_D))
+            size += form.nbytes
+        except AdapterError as error:
+            refused.append(Registered(position, entry.policy, None, False, str(error)))
+        if count >= BATCH or size >= BATCH_BYTES:
+            yield packed(groups, refused)
+            refused, count, size = [], 0, 0
+    yield packed(groups, refused)
+
+
+def packed(
+    groups: dict[BatchForm, Group], refused: list[Registered]
+) -> tuple[list[BulkRow], list[Registered]]:
+    """Return the rows of all groups, which it empties, and the refusals with those of NaN and Inf."""
+    rows = []
+    while groups:
+        form, group = groups.popitem()
+        values_ND = torch.stack([values_D for _, _, values_D in group])
+        if not is_finite(values_ND):
+            finite_N = values_ND.isfinite().all(dim=1)
+            unfit = [group[n] for n in (~finite_N).nonzero().flatten().tolist()]
+            refused += [
+                Registered(position, entry.policy, None, False, form.first_fault(values_D))
+                for position, entry, values_D in unfit
+            ]
+            group, values_ND = list(compress(group, finite_N.tolist())), values_ND[finite_N]
+        rows += [
+            BulkRow(
+                position, entry.policy, entry.parent, entry.step, form, digest, payload, checksum_of(payload)
+            )
+            for (position, entry, _), digest, payload in zip(
+                group, form.digests(values_ND), form.pack(values_ND), strict=True
+            )
+        ]
     # Neighbouring keys share a page of the catalog's index.
-    order = sorted(range(len(rows)), key=digests.__getitem__)
-    rows, ordered = [rows[n] for n in order], [digests[n] for n in order]
-    return BulkBatch(form, rows, ordered, dict(zip(digests, sums, strict=True))), refused
+    return sorted(rows, key=attrgetter("digest")), refused
 
 
 class Admission:
@@ -244,12 +223,12 @@ class Registration:
         self._catalog, self._store = catalog, store
         self._base_digest, self._owner, self._now = base_digest, owner, now
 
-    def register(self, batch: BulkBatch) -> list[Registered]:
+    def register(self, rows: list[BulkRow]) -> list[Registered]:
         """Return the result of each row."""
-        faults = self._faults({row.policy for row in batch.rows})
-        refused = [row.refused(faults[row.policy]) for row in batch.rows if row.policy in faults]
+        faults = self._faults({row.policy for row in rows})
+        refused = [row.refused(faults[row.policy]) for row in rows if row.policy in faults]
         try:
-            return sorted(refused + self._commit(batch.without(faults)))
+            return sorted(refused + self._commit([row for row in rows if row.policy not in faults]))
         finally:
             self._store.committed()
 
@@ -263,58 +242,56 @@ class Registration:
             faults[name] = purged(name) if self._catalog.purges.find(name) else unknown
         return {name: fault for name, fault in faults.items() if fault}
 
-    def _commit(self, batch: BulkBatch) -> list[Registered]:
-        if not batch.rows:
-            return []
-        self._catalog.layouts.add(batch.form.layout.digest, batch.form.layout.to_json())
-        held = self._catalog.quarantine.among(batch.digests)
+    def _commit(self, rows: list[BulkRow]) -> list[Registered]:
+        layouts = {row.form.layout.digest: row.form.layout for row in rows}
+        for digest, layout in layouts.items():
+            self._catalog.layouts.add(digest, layout.to_json())
+        held = self._catalog.quarantine.among([row.digest for row in rows])
         # Rows in quarantine get bytes of their own.
-        damaged = {
-            digest
-            for row, digest in zip(batch.rows, batch.digests, strict=True)
-            if (row.policy, digest) in held
-        }
+        damaged = {row.digest for row in rows if (row.policy, row.digest) in held}
         own: Places = {}
         refused: list[Registered] = []
         for _ in range(ATTEMPTS):
-            known = self._whole(self._catalog.places.find(sorted({*batch.digests} - damaged)))
-            own |= self._append(batch, known | own)
-            rows = self._rows(batch, known | own)
+            if not rows:
+                return refused
+            known = self._whole(self._catalog.places.find(sorted({row.digest for row in rows} - damaged)))
+            own |= self._append(rows, known | own)
+            places = known | own
+            revisions = [self._revision(row, places[row.digest]) for row in rows]
             try:
-                new = self._catalog.revisions.add_many(rows, known.keys() - own.keys())
+                new = self._catalog.revisions.add_many(revisions, known.keys() - own.keys())
             except Moved:
                 continue
             except Purged as error:
                 # Purged during this run; the other policies go on.
-                gone = [row for row in batch.rows if row.policy in error.policies]
-                refused += [row.refused(purged(row.policy)) for row in gone]
-                batch = batch.without(error.policies)
-                if not batch.rows:
-                    return refused
+                refused += [row.refused(purged(row.policy)) for row in rows if row.policy in error.policies]
+                rows = [row for row in rows if row.policy not in error.policies]
                 continue
             fresh = own.keys() - known.keys()
             # Known rows without whole bytes have those that were just appended; a twin's row has them.
             added = {(row.policy, row.digest) for row in compress(rows, new)}
-            stale = [row for row in rows if row.digest in fresh and (row.policy, row.digest) not in added]
-            self._catalog.places.replace_many(stale)
-            results = zip(batch.rows, batch.digests, new, strict=True)
+            self._catalog.places.replace_many(
+                [row for row in revisions if row.digest in fresh and (row.policy, row.digest) not in added]
+            )
             return refused + [
-                Registered(row.position, row.policy, one, is_new) for row, one, is_new in results
+                Registered(row.position, row.policy, row.digest, is_new)
+                for row, is_new in zip(rows, new, strict=True)
             ]
         raise Conflict(
-            f"The bytes that {len(batch.rows)} revisions share moved {ATTEMPTS} times. Register them again "
+            f"The bytes that {len(rows)} revisions share moved {ATTEMPTS} times. Register them again "
             "when `graftwork store compact` has ended."
         )
 
-    def _append(self, batch: BulkBatch, places: Places) -> Places:
+    def _append(self, rows: list[BulkRow], places: Places) -> Places:
         """Append the bytes of digests without a place, or whose place has bytes of another packing."""
         missing = {
-            digest: batch.payloads[digest]
-            for digest in batch.digests
-            if (at := places.get(digest)) is None
-            or (at.checksum, at.length) != (batch.payloads[digest][1], batch.form.layout.nbytes)
+            row.digest: row
+            for row in rows
+            if (at := places.get(row.digest)) is None
+            or (at.checksum, at.length) != (row.checksum, row.form.layout.nbytes)
         }
-        payloads, checksums = [one for one, _ in missing.values()], [one for _, one in missing.values()]
+        payloads = [row.payload for row in missing.values()]
+        checksums = [row.checksum for row in missing.values()]
         return dict(zip(missing, self._store.append_many(payloads, checksums, cached=False), strict=True))
 
     def _whole(self, places: Places) -> Places:
@@ -324,28 +301,24 @@ class Registration:
         faults = self._store.check(list(places.values()))
         return {digest: at for (digest, at), fault in zip(places.items(), faults, strict=True) if not fault}
 
-    def _rows(self, batch: BulkBatch, places: Places) -> list[Revision]:
-        form = batch.form
-        return [
-            Revision(
-                policy=row.policy,
-                digest=digest,
-                base=self._base_digest,
-                parent=row.parent,
-                step=row.step,
-                rank=form.rank,
-                bytes=form.nbytes,
-                layout=form.layout.digest,
-                segment=places[digest].segment,
-                offset=places[digest].offset,
-                length=form.layout.nbytes,
-                checksum=places[digest].checksum,
-                state="exported",
-                owner=self._owner,
-                created_at=self._now,
-            )
-            for row, digest in zip(batch.rows, batch.digests, strict=True)
-        ]
+    def _revision(self, row: BulkRow, at: "Location") -> Revision:
+        return Revision(
+            segment=at.segment,
+            offset=at.offset,
+            length=at.length,
+            checksum=at.checksum,
+            policy=row.policy,
+            digest=row.digest,
+            base=self._base_digest,
+            parent=row.parent,
+            step=row.step,
+            rank=row.form.rank,
+            bytes=row.form.nbytes,
+            layout=row.form.layout.digest,
+            state="exported",
+            owner=self._owner,
+            created_at=self._now,
+        )
 
 
 def purged(policy: str) -> str:

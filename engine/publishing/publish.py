@@ -1,6 +1,6 @@
 """Publication of one revision: its bytes go into the store, then a catalog row commits them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from engine.catalog.records import Revision, served_name
 from engine.catalog.revision_rows import location
 from engine.errors import AdapterError, Conflict, DamagedBytes, MissingBytes, Moved, NotFound
 from engine.publishing.ownership import claim
-from engine.store.segments import Location, is_whole
+from engine.store.segments import is_whole
 
 if TYPE_CHECKING:
     from engine.adapters.revision import Manifest, Tensors
@@ -76,47 +76,19 @@ def put(
     new revision, exported and created at `now` (epoch seconds), is not committed yet; its layout neither. A
     known revision with damaged or missing bytes or layout gets new ones.
     """
-    given = (catalog, store, tensors, manifest, dtype, base, owner, now)
     copies = catalog.revisions.copies(manifest.policy, manifest.digest)
-    if not copies or copies[0][0].policy != manifest.policy:
-        return _append(*given, dict.fromkeys(location(row) for row, is_held in copies if not is_held))
-    known, is_held = copies[0]
-    if store.check([location(known)]) == [None] and _has_layout(catalog, known):
+    known, is_held = copies[0] if copies and copies[0][0].policy == manifest.policy else (None, False)
+    if known and store.check([location(known)]) == [None] and _has_layout(catalog, known):
         if is_held:
             catalog.quarantine.release(known.policy, known.digest)
         return PlacedRevision(known, is_shared=True)
-    # Bytes of its own: those of another row could be gone before this row names them.
-    fresh = _append(*given)
-    assert fresh.layout
-    # Before a row that is served names it.
-    catalog.layouts.add(fresh.layout.digest, fresh.layout.body)
-    return PlacedRevision(catalog.places.replace(fresh.row), is_shared=True)
-
-
-def _has_layout(catalog: "Catalog", row: Revision) -> bool:
-    try:
-        return bool(catalog.layouts.get(row.layout))
-    except (AdapterError, NotFound):
-        return False
-
-
-def _append(
-    catalog: "Catalog",
-    store: "Store",
-    tensors: "Tensors",
-    manifest: "Manifest",
-    dtype: "torch.dtype",
-    base: "BaseShapes",
-    owner: str,
-    now: float,
-    copies: Iterable[Location] = (),
-) -> PlacedRevision:
-    """Pack an adapter and append its bytes to the store, unless they are whole at one of `copies`."""
     if store.claimed_by != catalog.id:
         claim(catalog, store)
     whole = packed.pack(tensors, dtype, base.fused)
     payload = whole.tobytes()
-    whole_copies = (at for at in copies if is_whole(payload, at.checksum) and store.check([at]) == [None])
+    # A known revision gets bytes of its own: those of another row could be gone before its row names them.
+    others = [] if known else dict.fromkeys(location(row) for row, is_held in copies if not is_held)
+    whole_copies = (at for at in others if is_whole(payload, at.checksum) and store.check([at]) == [None])
     shared = next(whole_copies, None)
     row = Revision(
         **(shared or store.append(payload))._asdict(),
@@ -132,7 +104,19 @@ def _append(
         owner=owner,
         created_at=now,
     )
-    return PlacedRevision(row, shared is not None, Layout(row.layout, whole.layout.to_json()))
+    layout = Layout(row.layout, whole.layout.to_json())
+    if known is None:
+        return PlacedRevision(row, shared is not None, layout)
+    # Before a row that is served names it.
+    catalog.layouts.add(layout.digest, layout.body)
+    return PlacedRevision(catalog.places.replace(row), is_shared=True)
+
+
+def _has_layout(catalog: "Catalog", row: Revision) -> bool:
+    try:
+        return bool(catalog.layouts.get(row.layout))
+    except (AdapterError, NotFound):
+        return False
 
 
 def stored_tensors(catalog: "Catalog", store: "Store", row: Revision) -> "Tensors":

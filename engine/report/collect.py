@@ -13,8 +13,7 @@ import duckdb
 
 from engine.adapters.manifests import named_base, stored_manifest
 from engine.catalog.catalog import Catalog, Release
-from engine.controller.advance import Evidence
-from engine.controller.waits import Wait, waits_of
+from engine.controller.advance import Evidence, advance
 from engine.ledger.canaries import CanaryReader
 from engine.ledger.evaluations import EvaluatorUse, costs_in_words, evaluator_uses, shadow_cost
 from engine.ledger.ledger import open_snapshot
@@ -97,7 +96,10 @@ def collect(
         answers = [_answers(ledger, policy, seen.revisions) for policy in seen.policies]
         releases.sort(key=lambda item: item.created_at)
         results = tuple(
-            replace(_result(ledger, catalog, release), waits=_waits(release, latest or {}))
+            replace(
+                _result(ledger, catalog, release),
+                waits=advance(release, latest[release.id]).waits if latest and release.id in latest else (),
+            )
             for release in releases[-MAX_RELEASES:]
         )
     names = catalog.bases.names()
@@ -220,10 +222,6 @@ def _result(ledger: duckdb.DuckDBPyConnection, catalog: Catalog, release: Releas
         fallbacks=canary_fallbacks(ledger, release),
         by=release.approval or "",
     )
-
-
-def _waits(release: Release, latest: Mapping[str, Evidence]) -> tuple[Wait, ...]:
-    return tuple(waits_of(release, latest[release.id])) if release.id in latest else ()
 
 
 def _judged(

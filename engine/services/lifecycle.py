@@ -127,9 +127,6 @@ def environment(params: Params) -> dict[str, str]:
         "MLFLOW_DISABLE_TELEMETRY": "true",
         # We retry ourselves; MLflow's own retries would go on for minutes after our time limits.
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
-        # Its webhook calls the controller on this machine.
-        "MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http,https",
-        "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true",
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
         # Avoids seven idle job processes of 250 MB each, for features that we do not use.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",

@@ -24,7 +24,6 @@ class Result:
 
     body: bytes
     media_type: str = JSON
-    is_error: bool = False
     is_users: bool = False
 
     @classmethod
@@ -36,7 +35,7 @@ class Result:
 def failed(sentence: str, by_user: bool) -> Result:
     """Return the answer of a call that failed; the SDK raises `RequestFailedError` with the sentence."""
     body = orjson.dumps({"error": sentence, "category": "user" if by_user else "server"})
-    return Result(body, is_error=True, is_users=by_user)
+    return Result(body, is_users=by_user)
 
 
 def error_result(error: GraftworkError) -> Result:

@@ -64,11 +64,8 @@ def make_app(models: Models) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _invalid(models))  # type: ignore[arg-type]
 
     @app.get(HEALTH)
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
-
     @app.get(HEALTHZ)
-    async def healthz() -> dict[str, str]:
+    async def health() -> dict[str, str]:
         return {"status": "ok"}
 
     def caller(request: Request) -> Key:

@@ -153,15 +153,17 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
     from engine.training.loss.grpo import loss_of
 
     config, client, rule, began = run.config, run.client, loss_of(run.config.loss), monotonic()
+    verifier = run.verifier
+    assert verifier, "GRPO's runs have a verifier"
     # Sample, from the adapter as it is now or, with staleness, as it was.
     handed = client.export(session) if session.step or session.parent else None
     newest, sampling_start = Sampler(session.step, handed.digest if handed else None), monotonic()
     drawn, sampled = samples_of(run, session, newest), monotonic()
     # Judge.
-    judged, first_s = judge(run.verifier, drawn), drawn.seconds
+    judged, first_s = judge(verifier, drawn), drawn.seconds
     replaced = session.history[-1].get("replaced", 0) if session.history else 0
     if rule.drops:
-        drawn, judged, replaced = refill(run.source, run.verifier, session.step, drawn, judged, replaced)
+        drawn, judged, replaced = refill(run.source, verifier, session.step, drawn, judged, replaced)
     refill_s = drawn.seconds - first_s
     # Advantage: DeepSeekMath (arXiv 2402.03300), section 4.1.2; not by spread: Dr. GRPO (2503.20783), 3.2.
     rewards_PG = torch.tensor(judged.table(len(drawn.groups[0])))

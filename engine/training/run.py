@@ -48,7 +48,8 @@ class Run:
     ahead: Ahead
     client: TrainerClient
     spool: Spool
-    verifier: Verifier
+    # Of samples; other methods have none.
+    verifier: Verifier | None
     # Of the rows of DPO's looks, once they are known: the base's sums of log-probabilities.
     base_sums: list[float] = field(default_factory=list)
     holder: str = field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}")
@@ -119,4 +120,5 @@ def prepare(
     source = Source(policy, config, line, tokenizer, url, key, base_name, replays, engines)
     spool = open_spool(params, f"train-{policy}")
     client = TrainerClient.of(params)
-    return Run(params, policy, config, line, source, Ahead(source), client, spool, Verifier(config))
+    verifier = Verifier(config) if config.method == "grpo" else None
+    return Run(params, policy, config, line, source, Ahead(source), client, spool, verifier)

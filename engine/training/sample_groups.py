@@ -68,12 +68,15 @@ def sample_groups(
         "temperature": sampling.temperature,
         "seed": sampling.seed,
         "routed_experts": sampling.routed_experts,
+        "texts": True,
     }
     with EngineClient(engine_url, key, "rollout", sampling.timeout_s, sampling.patience_s) as engine:
-        return [[_sample(answer) for answer in group] for group in engine.rollouts(body)]
+        groups = engine.samples(body)["groups"]
+    return [[_sample(answer) for answer in group["samples"]] for group in groups]
 
 
 def _sample(answer: dict[str, Any]) -> Sample:
     tokens, logprobs = tuple(answer["tokens"]), tuple(answer["logprobs"])
     assert len(tokens) == len(logprobs)
-    return Sample(tokens, logprobs, answer["text"], answer["truncated"], answer.get("routed_experts"))
+    is_truncated = answer["stop_reason"] == "length"
+    return Sample(tokens, logprobs, answer["text"], is_truncated, answer.get("routed_experts"))

@@ -48,7 +48,7 @@ PHASES_S = {False: (8.0, 12.0), True: (12.0, 20.0)}
 # answer, and until its rows are in the controller's hands.
 END_S, EMPTY_S, START_S, WRITTEN_S = 2.0, 1.0, 8.0, 1.5
 # A pause between two of its answers that is no rest.
-LEAST_REST_S = 5.0
+LEAST_REST_S = 2.0
 # Never clear and never enough: the revision's answers are neither better nor worse.
 SETTINGS = {
     "evaluators": {"sums": {"kind": "python:examples.evaluator:sums", "per_minute": 100_000}},

@@ -17,6 +17,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -42,6 +43,8 @@ STEPS, ROWS, WARM, CONTEXT = 10, 16, 2, 256
 GAP = 1e-4
 RATE = {"sft": 1e-3, "dpo": 3e-4}
 VERIFIERS = {"sft": "likelihood", "dpo": "preference"}
+# Loss and seconds of each step.
+Steps = list[dict[str, float]]
 WORKER = Path(__file__).with_name("_taught_worker.py")
 
 
@@ -71,15 +74,14 @@ def write_adapter(base: Path, targets: Sequence[str], directory: Path) -> Path:
     return directory
 
 
-def ours(
-    params: Params, config: PolicyConfig, adapter: Path, key: str, number: int
-) -> list[dict[str, float]]:
+def ours(params: Params, config: PolicyConfig, adapter: Path, key: str, number: int) -> Steps:
     """Return loss and seconds of each of our steps, of a policy of its own."""
     name = f"{config.method}-{number}"
     with closing(prepare(params.model_copy(update={"policies": {name: config}}), name, config, key)) as run:
         session = run.client.create_session(
             run.line.session, name, rank=config.rank, alpha=config.alpha, targets=run.line.targets,
-            seed=run.line.seed, adapter=str(adapter),
+            seed=run.line.seed, holder=run.holder, adapter=str(adapter),
+            policy_config=config.model_dump(mode="json"),
         )  # fmt: skip
         for _ in range(STEPS):
             session = supervised_step(run, session)
@@ -87,7 +89,7 @@ def ours(
     return [{"loss": row["loss"], "seconds": row["update_s"]} for row in session.history]
 
 
-def theirs(python: Path, job: dict[str, Any], scratch: Path) -> list[dict[str, float]]:
+def theirs(python: Path, job: dict[str, Any], scratch: Path) -> Steps:
     """Return loss and seconds of each of TRL's steps."""
     file = scratch / f"{job['method']}.json"
     file.write_text(json.dumps(job))
@@ -113,37 +115,44 @@ def job_of(config: PolicyConfig, base: Path, adapter: Path, scratch: Path) -> di
     }  # fmt: skip
 
 
-def measure(
-    params: Params, base: Path, python: Path, scratch: Path, method: str, number: int
-) -> dict[str, float]:
-    """Return a method's figures, of both sides in either order."""
+def measure(params: Params, base: Path, python: Path, scratch: Path, number: int) -> dict[str, float]:
+    """Return the figures of both methods, whose sides run in either order."""
     from engine.base.families import BaseShapes
 
     write_rows(task := scratch / "train.jsonl")
     adapter = write_adapter(base, BaseShapes.read(base).targets, scratch / "adapter")
-    config = PolicyConfig(
-        task=str(task), suite="s", method=method, verifier=VERIFIERS[method], groups=ROWS, steps=STEPS,
-        lr=RATE[method], patience=0,
-    )  # fmt: skip
+    configs = [
+        PolicyConfig(
+            task=str(task), suite="s", method=method, verifier=VERIFIERS[method], groups=ROWS, steps=STEPS,
+            lr=rate, patience=0,
+        )
+        for method, rate in RATE.items()
+    ]  # fmt: skip
 
-    def mine() -> list[dict[str, float]]:
+    def mine() -> list[Steps]:
         with services.session(params, lambda: None, tell, ("engine", "trainer")):
-            return ours(params, config, adapter, local_key(params), number)
+            return [ours(params, config, adapter, local_key(params), number) for config in configs]
 
-    sides = {"ours": mine, "trl": lambda: theirs(python, job_of(config, base, adapter, scratch), scratch)}
+    def trl() -> list[Steps]:
+        return [theirs(python, job_of(config, base, adapter, scratch), scratch) for config in configs]
+
+    sides = {"ours": mine, "trl": trl}
     found = {side: sides[side]() for side in record.in_turn(sides, number)}
-    first, *_, last = (step["loss"] for step in found["ours"])
+    figures: dict[str, float] = {}
+    for config, own, other in zip(configs, found["ours"], found["trl"], strict=True):
+        figures |= compared(config.method, own, other)
+    return figures
+
+
+def compared(method: str, own: Steps, other: Steps) -> dict[str, float]:
+    """Return a method's figures; `RuntimeError` where the loss does not fall."""
+    first, last = own[0]["loss"], own[-1]["loss"]
     if last >= first:
         raise RuntimeError(f"The loss of {method} did not fall: {first} to {last}.")
-    pairs = list(zip(found["ours"], found["trl"], strict=True))
-    gap = max(abs(one["loss"] - other["loss"]) for one, other in pairs)
-    steps = {side: median(step["seconds"] for step in one[WARM:]) for side, one in found.items()}
+    gap = max(abs(one["loss"] - two["loss"]) for one, two in zip(own, other, strict=True))
+    mine, theirs = (median(step["seconds"] for step in side[WARM:]) for side in (own, other))
     print(f"  {method}: loss {first:.4f} to {last:.4f}, TRL's at most {gap:.1e} away", flush=True)
-    return {
-        f"{method}_loss_gap": gap,
-        f"{method}_step_ratio": steps["ours"] / steps["trl"],
-        f"{method}_step_s": steps["ours"],
-    }
+    return {f"{method}_loss_gap": gap, f"{method}_step_ratio": mine / theirs, f"{method}_step_s": mine}
 
 
 def main() -> None:
@@ -159,16 +168,13 @@ def main() -> None:
         scratch = Path(state)
         params = settings(base, scratch, CONTEXT)
         os.environ.update(services.environment(params))
-
-        def take(number: int) -> dict[str, float]:
-            found: dict[str, float] = {}
-            for method in RATE:
-                found |= measure(params, base, python, scratch, method, number)
-            return found
-
-        bounds = {f"{method}_loss_gap": record.at_most(GAP) for method in RATE}
-        figures.add_pairs(run.pairs("pair", take, bounds, suffix=suffix), suffix)
-        record.report(run, figures, bounds, True, given.out)
+        pairs = run.pairs("pair", partial(measure, params, base, python, scratch), {}, suffix=suffix)
+        # Not a measurement that varies: no step of any pair may be further away.
+        gaps = {name: max(values) for name, values in pairs.items() if name.endswith("_loss_gap")}
+        figures.add_pairs({name: values for name, values in pairs.items() if name not in gaps}, suffix)
+        figures.values |= {f"{name}{suffix}": value for name, value in gaps.items()}
+    bounds = {f"{method}_loss_gap": record.at_most(GAP) for method in RATE}
+    record.report(run, figures, bounds, True, given.out)
 
 
 if __name__ == "__main__":

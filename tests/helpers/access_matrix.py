@@ -18,8 +18,7 @@ ROLE_SETS = {
     "train": ["infer", "train"], "release": ["release"], "metrics": ["metrics"],
 }  # fmt: skip
 EVERY = sorted({role for roles in ROLE_SETS.values() for role in roles})
-ROLLOUTS, SAMPLES = "/graftwork/rollouts", "/graftwork/samples"
-OF_TOKENS = (ROLLOUTS, SAMPLES)
+SAMPLES = "/graftwork/samples"
 # Routes that name a model.
 ASKING = [route.path for route in ROUTES if route.fields is not None] + ["/v1/prewarm"]
 TURNS = [{"role": "user", "content": "What is it?"}]
@@ -32,7 +31,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"messages": TURNS},
     "/tokenize": {"prompt": "What is it?"},
     "/detokenize": {"tokens": [1]},
-    ROLLOUTS: {"prompts": [[1]], "n": 1, "max_tokens": 4},
     SAMPLES: {"prompt": [1], "max_tokens": 4},
     "/v1/prewarm": {},
 }
@@ -82,7 +80,7 @@ def expected(route: Endpoint, method: str, who: str | None, is_own: bool) -> int
         return 405
     roles = [*EVERY, "admin"] if who == "admin" else ROLE_SETS[who]
     # The purpose of a plain request is `user`, which takes `infer`.
-    needed = ["infer"] if route.kind is Kind.GENERATE and route.path not in OF_TOKENS else route.roles
+    needed = ["infer"] if route.kind is Kind.GENERATE and route.path != SAMPLES else route.roles
     if not set(needed) & set(roles):
         return 403
     if not is_own and (route.path in ASKING or route.is_prefix):

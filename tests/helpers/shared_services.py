@@ -29,6 +29,7 @@ SHARED = {
         "tests/flows/test_first_policy.py",
         "tests/flows/test_forms.py",
         "tests/flows/test_loop.py",
+        "tests/flows/test_methods.py",
         "tests/flows/test_nightly.py",
         "tests/flows/test_pages_and_examples.py",
         "tests/flows/test_recorded_steps.py",

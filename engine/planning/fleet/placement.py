@@ -1,7 +1,6 @@
 """Which engine a request goes to: HAProxy's consistent hash with bounded load, or any one by chance."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,17 +9,11 @@ from numpy.typing import NDArray
 BALANCE, POINTS = 150, 160
 
 
-class Placement(Protocol):
-    """Chooses an engine for a request; `first` says where each policy goes while all engines are idle."""
-
-    first: NDArray[np.int64] | None
-
-    def choose(self, policy: int, load: Sequence[int], is_up: Sequence[bool]) -> int:
-        """Return the engine of a policy's request; `load` has the requests under way on each engine."""
-
-
 class Ring:
-    """A consistent hash with bounded load: HAProxy's `hash-type consistent` and `hash-balance-factor`."""
+    """A consistent hash with bounded load: HAProxy's `hash-type consistent` and `hash-balance-factor`.
+
+    `first` says where each policy goes while all engines are idle.
+    """
 
     def __init__(self, policies: int, engines: int):
         places = mixed(np.arange(engines * POINTS, dtype=np.uint64) + np.uint64(1 << 40))
@@ -57,6 +50,9 @@ class Anywhere:
             engine = int(self._chance.random() * len(load))
             if is_up[engine]:
                 return engine
+
+
+Placement = Ring | Anywhere
 
 
 def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

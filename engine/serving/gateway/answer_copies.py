@@ -16,7 +16,7 @@ import orjson
 from engine.serving.gateway.asgi import App, Message, Send
 from engine.serving.gateway.call import DIGITS, SEED_DIGITS, Call, GatewayState
 from engine.serving.gateway.forwarding import forward
-from engine.serving.gateway.route_table import GENERATING
+from engine.serving.gateway.route_table import OF_CHOICES
 from engine.serving.gateway.routing import CANARY
 
 SUBSCRIBED_S = 10.0
@@ -51,9 +51,8 @@ class AnswerCopy:
 
     def told(self) -> dict[str, Any]:
         """Return it for JSON; the request's body was parsed once and goes on as it is."""
-        answer = b"".join(self.pieces).decode(errors="replace")
         own = {"path": self.path, "is_stream": self.is_stream, "request": orjson.Fragment(self.request)}
-        return {**self.row, **own, "answer": answer}
+        return {**self.row, **own, "answer": b"".join(self.pieces).decode(errors="replace")}
 
 
 class AnswerCopies:
@@ -63,8 +62,8 @@ class AnswerCopies:
         self._shares: Mapping[str, float] = {}
         self._waiting: deque[AnswerCopy] = deque()
         self._bytes = self._dropped = 0
-        # Whether a user's answer was streamed, and after how many seconds its first byte came.
-        self._times: deque[tuple[bool, float]] = deque(maxlen=MOST_TIMES)
+        # After how many seconds the first byte of a user's answer came.
+        self._times = {kind: deque[float](maxlen=MOST_TIMES) for kind in ("streamed", "whole")}
         self._end: asyncio.TimerHandle | None = None
 
     def subscribe(self, state: GatewayState, shares: Mapping[str, float]) -> None:
@@ -81,7 +80,7 @@ class AnswerCopies:
         state.copied, self._end = None, None
         self._shares, self._bytes, self._dropped = {}, 0, 0
         self._waiting.clear()
-        self._times.clear()
+        self._users()
 
     def take(self, most: int) -> bytes:
         """Return the oldest copies, at most so many, as JSON, and remove them.
@@ -100,11 +99,7 @@ class AnswerCopies:
         return orjson.dumps({"copies": taken, "dropped": dropped, "users": self._users()})
 
     def _users(self) -> dict[str, list[float]]:
-        times, self._times = self._times, deque(maxlen=MOST_TIMES)
-        return {
-            "streamed": [seconds for is_stream, seconds in times if is_stream],
-            "whole": [seconds for is_stream, seconds in times if not is_stream],
-        }
+        return {kind: [times.popleft() for _ in range(len(times))] for kind, times in self._times.items()}
 
     async def forward(self, call: Call, app: App) -> None:
         """Forward a call (`forwarding.forward`), and copy its answer if it is one of those."""
@@ -123,7 +118,7 @@ class AnswerCopies:
         if call.state.copied is None:
             # Nobody asks any more, and nothing would remove it.
             return
-        self._times.append((answer.is_stream, answer.first_at - started))
+        self._times["streamed" if answer.is_stream else "whole"].append(answer.first_at - started)
         if recorder is not None and recorder.is_whole and answer.outcome is not None:
             self._keep(call, recorder)
 
@@ -133,7 +128,7 @@ class AnswerCopies:
             int(call.id[SEED_DIGITS:], 16) < share * NUMBERS
             and call.purpose == "user"
             and call.target.arm in ARMS
-            and call.endpoint.path in GENERATING
+            and call.endpoint.path in OF_CHOICES
             and call.size.samples == 1
             # Read before anybody asked for copies.
             and bool(call.raw)

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from hmac import compare_digest
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import Counter
 
@@ -84,8 +84,8 @@ def uncounted(_request_id: str) -> None:
     return
 
 
-class Metering(Protocol):
-    """What limits calls and records their usage; `meter.Meter`, or `Unmetered`."""
+class Metering:
+    """What limits calls and records their usage: `meter.Meter`; this one limits and records nothing."""
 
     def refuse_spent(self, call: "Call") -> None:
         """Raise `LimitReached` where no request of this minute is left, before anything is read of it."""
@@ -95,52 +95,24 @@ class Metering(Protocol):
 
     def counted(self, call: "Call", text_bytes: int) -> AbstractContextManager[None]:
         """Count a call that generates nothing, of a text of so many bytes."""
+        return nullcontext()
 
     async def open(self, call: "Call") -> None:
         """Admit a call within all limits, and reserve what it may take; the reservation bounds its answer."""
 
     def headers(self, call: "Call") -> list[Header]:
         """Return the headers of an answer that say what is left."""
+        return []
 
     def settle(self, call: "Call") -> None:
         """Record what a call used, and which revision answered it."""
 
     def cold_load(self, call: "Call", name: str) -> AbstractContextManager[None]:
         """Wait for a cold adapter within the tenant's share of the queue."""
+        return nullcontext()
 
     def prewarm(self, key: Key, tenant: Tenant, name: str, is_loading: Callable[[str], bool]) -> None:
         """Count an adapter that is loaded ahead of its requests, within the same share."""
-
-
-class Unmetered:
-    """No limits, and no record of what is used."""
-
-    def refuse_spent(self, call: "Call") -> None:
-        """Refuse nothing."""
-
-    def refused(self, call: "Call") -> None:
-        """Count nothing."""
-
-    def counted(self, call: "Call", text_bytes: int) -> AbstractContextManager[None]:
-        """Count nothing."""
-        return nullcontext()
-
-    async def open(self, call: "Call") -> None:
-        """Admit every call."""
-
-    def headers(self, call: "Call") -> list[Header]:
-        """Return none."""
-        return []
-
-    def settle(self, call: "Call") -> None:
-        """Record nothing."""
-
-    def cold_load(self, call: "Call", name: str) -> AbstractContextManager[None]:
-        """Wait as long as it takes."""
-        return nullcontext()
-
-    def prewarm(self, key: Key, tenant: Tenant, name: str, is_loading: Callable[[str], bool]) -> None:
-        """Count nothing."""
 
 
 @dataclass
@@ -159,7 +131,7 @@ class GatewayState:
     context: int
     grammars: GrammarTrial
     settings: GatewayConfig = field(default_factory=GatewayConfig)
-    meter: Metering = field(default_factory=Unmetered)
+    meter: Metering = field(default_factory=Metering)
     counted: Callable[[str], Used | None] = uncounted
     rated: RecentIds = field(default_factory=RecentIds)
     copied: Callable[["Call", App], Awaitable[None]] | None = None

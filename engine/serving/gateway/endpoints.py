@@ -16,8 +16,7 @@ from engine.serving.gateway.answer_copies import AnswerCopies
 from engine.serving.gateway.api_errors import send_error
 from engine.serving.gateway.asgi import Refused
 from engine.serving.gateway.call import GatewayState, is_given_to
-from engine.serving.gateway.rollouts import gate_of_platform, rollouts
-from engine.serving.gateway.samples import samples
+from engine.serving.gateway.samples import gate_of_platform, samples
 from engine.settings.evaluators import EvaluatorName
 
 # Most policies that `/v1/models` lists: a catalog may have a million.
@@ -82,7 +81,6 @@ def attach(app: FastAPI) -> None:
     app.get("/v1/models")(models)
     app.get("/v1/models/{name:path}")(model)
     app.state.graftwork_gate = gate_of_platform()
-    app.post("/graftwork/rollouts")(rollouts)
     app.post("/graftwork/samples")(samples)
     app.post("/v1/feedback", status_code=202)(feedback)
     app.post("/v1/prewarm", status_code=202)(prewarm)

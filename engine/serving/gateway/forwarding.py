@@ -15,8 +15,7 @@ from prometheus_client import Counter
 from engine.serving.gateway.api_errors import translate
 from engine.serving.gateway.asgi import App, Message, nothing
 from engine.serving.gateway.call import Call
-from engine.serving.gateway.reading import ASKED_FOR_USAGE
-from engine.serving.gateway.route_table import Kind
+from engine.serving.gateway.route_table import OF_CHOICES, Kind
 from engine.serving.vllm_plugin.extra_args import ASKED
 
 # Of a client's headers, vLLM gets only these: others choose a priority, a rank or a session.
@@ -43,7 +42,7 @@ def body_for(call: Call) -> bytes:
         if not call.state.settings.shared_prefix_cache:
             # By the time to the first token one tenant could guess another's prompts.
             body["cache_salt"] = call.state.router.keyed_hash("prefix cache", call.tenant.name)
-        if call.answer.is_stream and call.endpoint.path in ASKED_FOR_USAGE:
+        if call.answer.is_stream and call.endpoint.path in OF_CHOICES:
             body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
         if call.endpoint.path == "/v1/responses":
             body |= {"request_id": call.answer_id, "store": False}

@@ -27,7 +27,7 @@ from engine.errors import LimitReached, ServiceError
 from engine.metering.usage_log import UsageLog
 from engine.metering.usage_rows import DAY, MONTH, Budget, Metered, UsageWriter
 from engine.serving.gateway.asgi import Header, Refused
-from engine.serving.gateway.call import Call
+from engine.serving.gateway.call import Call, Metering
 
 # What a chat template adds to a prompt, where it is not known, and what it adds for tools. For each message
 # it adds less than the bytes of a message without text; a token has at least one byte of the body.
@@ -231,7 +231,7 @@ class Bill:
     tag: float | None
 
 
-class Meter:
+class Meter(Metering):
     """Limits and usage of one gateway. Not thread-safe."""
 
     def __init__(self, usage: UsageLog, load_places: int, template_tokens: int = TEMPLATE_TOKENS):

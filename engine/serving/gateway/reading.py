@@ -19,7 +19,7 @@ from engine.serving.gateway.call import Call, Size
 from engine.serving.gateway.constraints import FIELDS, constraints_of
 from engine.serving.gateway.request_depth import MOST_DEPTH, is_deeper
 from engine.serving.gateway.request_fields import DROPPED, ROUTERS_OWN, Fields
-from engine.serving.gateway.route_table import OF_TOKENS, Kind
+from engine.serving.gateway.route_table import OF_CHOICES, SAMPLES, Kind
 from engine.settings.releases import SEGMENT_NAME
 
 # A client has this many seconds to send its body.
@@ -34,8 +34,6 @@ OTHER_VALUES = 1 << 16
 INFER_SAMPLES, MOST_SAMPLES = 64, 1 << 14
 # A session's name is hashed, and hashes of the last ones are kept.
 MOST_SESSION = 512
-# Endpoints whose streams carry usage when `stream_options` ask; the others' always do.
-ASKED_FOR_USAGE = frozenset({"/v1/completions", "/v1/chat/completions"})
 # Log-probabilities of a request's prompts and of its completions but one, with those of alternatives. Each is
 # an object of vLLM's and of its answer: 30 us on the event loop.
 MOST_LOGPROBS = 1 << 17
@@ -98,7 +96,7 @@ async def read(call: Call) -> None:
     # Nothing has been computed yet.
     call.answer.used = (0, 0)
     options = body.get("stream_options") or {}
-    call.wants_usage = endpoint.path not in ASKED_FOR_USAGE or bool(options.get("include_usage"))
+    call.wants_usage = endpoint.path not in OF_CHOICES or bool(options.get("include_usage"))
     call.started = time.perf_counter()
 
 
@@ -169,9 +167,9 @@ def session_of(headers: Mapping[str, str]) -> str | None:
 def purpose_of(path: str, headers: Mapping[str, str], key: Key) -> str:
     """Return the request's purpose. Raises `Refused` for an unknown one, `Forbidden` without its role.
 
-    Without the header it is `rollout` for the paths of rollouts and samples, else `user`.
+    Without the header it is `rollout` for samples, else `user`.
     """
-    purpose = headers.get("x-graftwork-purpose", "rollout" if path in OF_TOKENS else "user")
+    purpose = headers.get("x-graftwork-purpose", "rollout" if path == SAMPLES else "user")
     roles = PURPOSES.get(purpose)
     if roles is None:
         known = ", ".join(sorted(PURPOSES))

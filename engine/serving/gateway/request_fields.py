@@ -330,15 +330,11 @@ TOKENIZE: Fields = {
     **named(anything, "prompt", "add_special_tokens", "return_token_strs"),
 }
 DETOKENIZE: Fields = {"model": SAMPLING["model"], "tokens": anything}
-ROLLOUTS: Fields = {
-    **{name: SAMPLING[name] for name in ("model", "n", "max_tokens")},
-    **named(anything, "prompts", "temperature", "seed", "routed_experts"),
-}
 SAMPLES: Fields = {
     **{name: SAMPLING[name] for name in ("model", "n", "max_tokens")},
     **named(
         anything, "prompt", "prompts", "temperature", "top_k", "top_p", "seed", "stop", "prompt_logprobs",
-        "topk_prompt_logprobs",
+        "topk_prompt_logprobs", "texts", "routed_experts",
     ),
 }  # fmt: skip
 

@@ -13,8 +13,9 @@ from engine.serving.gateway.request_fields import Fields
 
 SMALL_BODY = 64 << 10
 # Token ids in and out, for what trains and scores.
-ROLLOUTS, SAMPLES = "/graftwork/rollouts", "/graftwork/samples"
-OF_TOKENS = (ROLLOUTS, SAMPLES)
+SAMPLES = "/graftwork/samples"
+# Answers with `choices`: their streams have usage when `stream_options` ask, those of others always do.
+OF_CHOICES = ("/v1/completions", "/v1/chat/completions")
 
 
 class Kind(Enum):
@@ -86,14 +87,9 @@ ROUTES = (
         length="max_output_tokens",
     ),
     Endpoint("/v1/messages", POST, ("infer",), Kind.GENERATE, MAX_BODY, request_fields.MESSAGES, "chatcmpl-"),
-    Endpoint(
-        ROLLOUTS, POST, ("score", "train"), Kind.GENERATE, MAX_BODY, request_fields.ROLLOUTS, "rollouts-"
-    ),
     Endpoint(SAMPLES, POST, ("score", "train"), Kind.GENERATE, MAX_BODY, request_fields.SAMPLES, "samples-"),
 )  # fmt: skip
-GENERATING = tuple(
-    route.path for route in ROUTES if route.kind is Kind.GENERATE and route.path not in OF_TOKENS
-)
+GENERATING = tuple(route.path for route in ROUTES if route.kind is Kind.GENERATE and route.path != SAMPLES)
 
 
 class RouteTable(dict[str, Endpoint]):

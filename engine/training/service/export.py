@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.adapters.revision import Manifest, make_manifest, read_revision, validate, write_revision
+from engine.adapters.revision import make_manifest, read_revision, validate, write_revision
 from engine.catalog.catalog import Catalog
 from engine.catalog.records import served_name
 from engine.errors import AdapterError, ConfigError
@@ -68,8 +68,14 @@ class Exporter:
             config=session.opened.config,
             text_digest=self.text_digest,
         )
-        is_revision, opened = request.kind == "revision", session.opened
-        directory = self._directory(session, request, tensors, manifest, between) if is_revision else None
+        is_revision, opened, directory = request.kind == "revision", session.opened, None
+        if is_revision:
+            if not request.probe_prompts:
+                raise ConfigError("A revision needs prompts for its effect probe; give `probe_prompts`.")
+            asked = (manifest.digest, request.probe_prompts, request.probe_tokens)
+            probe = self._probe(session.base, session.base_digest, session.adapter, *asked, between)
+            path = self.paths.revision(session.policy, manifest.digest)
+            directory = write_revision(path, tensors, manifest, probe.to_json())
         # After the effect probe, which may take minutes.
         shapes, now = session.base.shapes, time.time()
         arguments = (self.catalog, self.store, tensors, manifest, self.dtype, shapes, opened.owner, now)
@@ -115,28 +121,6 @@ class Exporter:
         return self._probe(
             base, base_digest, adapter, request.digest, request.prompts, request.tokens, between
         )
-
-    def _directory(
-        self,
-        session: Session,
-        request: Export,
-        tensors: dict[str, Tensor],
-        manifest: Manifest,
-        between: Callable[[], None],
-    ) -> Path:
-        if not request.probe_prompts:
-            raise ConfigError("A revision needs prompts for its effect probe; give `probe_prompts`.")
-        probe = self._probe(
-            session.base,
-            session.base_digest,
-            session.adapter,
-            manifest.digest,
-            request.probe_prompts,
-            request.probe_tokens,
-            between,
-        )
-        path = self.paths.revision(session.policy, manifest.digest)
-        return write_revision(path, tensors, manifest, probe.to_json())
 
     def _probe(
         self,

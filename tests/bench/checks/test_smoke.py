@@ -230,6 +230,19 @@ def storm(bench: ModuleType, patch: pytest.MonkeyPatch, base: Path) -> tuple[lis
     return [], {"ratio.tiny-dense.n32": 1.1, "errors": 0.0}
 
 
+def taught(bench: ModuleType, patch: pytest.MonkeyPatch, base: Path) -> tuple[list[str], dict[str, Any]]:
+    def steps(gap: float, seconds: float) -> list[dict[str, float]]:
+        return [{"loss": 2.0 - number / 10 + gap, "seconds": seconds} for number in range(bench.STEPS)]
+
+    services = Made(environment=given({}), session=within(None))
+    replace(bench, patch, environment=given(base), services=services, local_key=given("key"))
+    replace(bench, patch, ensure_base=given(Made(path=base)), job_of=given({}))
+    replace(bench, patch, write_adapter=given(base), ours=given(steps(0.0, 1.0)))
+    replace(bench, patch, theirs=given(steps(5e-5, 4.0)))
+    wanted = {"sft_loss_gap.tiny-dense": pytest.approx(5e-5), "dpo_step_ratio.tiny-dense": 0.25}
+    return [], wanted
+
+
 def tinker(bench: ModuleType, patch: pytest.MonkeyPatch, base: Path) -> tuple[list[str], dict[str, Any]]:
     def done(seconds: float) -> Callable[..., Any]:
         return given({"seconds": [9.0] + [seconds] * 5, "losses": [1.0], "tokens": 100})
@@ -271,7 +284,7 @@ SMOKES: dict[str, Smoke] = {
     one.__name__.rstrip("_"): one
     for one in (
         canary, catalog, concurrency, decode, fairness, fused, gateway, handoff, load_, ranks, real, rollback,
-        scale, shadow, storm, tinker, trl, wave,
+        scale, shadow, storm, taught, tinker, trl, wave,
     )
 }  # fmt: skip
 

@@ -92,7 +92,7 @@ def test_an_engine_without_the_plugin_is_a_service_at_fault() -> None:
 
 
 @pytest.mark.long
-def test_rollouts_are_asked_for_again_while_the_engine_is_full_or_away() -> None:
+def test_samples_are_asked_for_again_while_the_engine_is_full_or_away() -> None:
     client = EngineClient("http://engine", patience_s=30)
     faults = iter([httpx.ConnectError("refused"), 503, 429, 500])
 
@@ -100,10 +100,10 @@ def test_rollouts_are_asked_for_again_while_the_engine_is_full_or_away() -> None
         fault = next(faults, None)
         if isinstance(fault, Exception):
             raise fault
-        return httpx.Response(fault or 200, json={"groups": [[{"text": "3"}]]})
+        return httpx.Response(fault or 200, json={"samples": [{"tokens": [3]}]})
 
     seen = served(client, answer)
-    assert client.rollouts({"model": "sums"}) == [[{"text": "3"}]]
+    assert client.samples({"model": "sums"}) == {"samples": [{"tokens": [3]}]}
     assert len(seen) == 5
 
 
@@ -116,11 +116,11 @@ def test_rollouts_are_asked_for_again_while_the_engine_is_full_or_away() -> None
         (422, ConfigError, "with 422"),
     ],
 )
-def test_rollouts_that_are_refused_are_asked_for_once(status: int, kind: type, says: str) -> None:
+def test_samples_that_are_refused_are_asked_for_once(status: int, kind: type, says: str) -> None:
     client = EngineClient("http://engine", patience_s=30)
     seen = served(client, always(status, {"error": {"message": "No."}}))
     with pytest.raises(kind, match=says):
-        client.rollouts({"model": "sums"})
+        client.samples({"model": "sums"})
     assert len(seen) == 1
 
 

@@ -263,6 +263,12 @@ def test_without_feedback_the_offline_scores_lower_bound_decides() -> None:
         assert advance(release(step="score"), evidence(score=score)).kind == "next_gate"
 
 
+def test_the_gate_says_what_was_scored() -> None:
+    for verifier, name in (("exact", "offline score"), ("likelihood", "likelihood"), ("preference", "pairs")):
+        score = OfflineScore(100, 0.9, 0.8, verifier=verifier)
+        assert name in advance(release(step="score"), evidence(score=score)).reason
+
+
 def test_a_changed_champion_supersedes() -> None:
     for step in ("probe", "score", "canary"):
         action = advance(release(step=step), evidence(champion="other"))

@@ -18,7 +18,7 @@ from engine.controller.__main__ import whole_controller
 from engine.controller.release_loop import Controller
 from engine.errors import Conflict, Gone, NotFound, ServiceError
 from engine.notifications.health_monitor import MISSES, HealthMonitor
-from engine.notifications.notices import NotificationSender, drifted, engine_changed
+from engine.notifications.notices import NotificationSender, notify
 from engine.serving.gateway.routing import Router
 from engine.settings import releases
 from engine.settings.forms import ReleaseForm
@@ -327,8 +327,8 @@ def test_notices_wait_for_prefect_and_arrive_once(controller: Controller) -> Non
     client = httpx.Client(base_url="http://prefect", transport=httpx.MockTransport(server))
     sender = NotificationSender(controller.catalog, client)
     for _ in range(2):
-        drifted(controller.catalog, "sorting", OLD, "Users like it less.", "http://page")
-    engine_changed(controller.catalog, False, "It is gone.", "http://page", 7.0)
+        notify(controller.catalog, "policy.drift", "Users like it less.", "http://page", "", "sorting", OLD)
+    notify(controller.catalog, "engine.down", "It is gone.", "http://page", "7.0")
     server.down = True
     with pytest.raises(httpx.HTTPStatusError):
         sender.send()
@@ -349,8 +349,8 @@ def test_a_notice_that_prefect_refuses_keeps_back_no_other(controller: Controlle
     server.refused = "of no use"
     client = httpx.Client(base_url="http://prefect", transport=httpx.MockTransport(server))
     sender = NotificationSender(controller.catalog, client)
-    drifted(controller.catalog, "sorting", OLD, "This is of no use.", "http://page")
-    drifted(controller.catalog, "sorting", NEW, "Users like it less.", "http://page")
+    notify(controller.catalog, "policy.drift", "This is of no use.", "http://page", "", "sorting", OLD)
+    notify(controller.catalog, "policy.drift", "Users like it less.", "http://page", "", "sorting", NEW)
     assert sender.send() == 2
     assert [event["payload"]["revision"] for event in server.events.values()] == [f"sorting@{NEW[:12]}"]
     assert sender.send() == 0

@@ -680,7 +680,7 @@ def test_the_list_of_routes_is_whole(web: TestClient) -> None:
         (method, path.replace("r1", "{release_id}").replace("scores", "{table}").replace("f1", "{name}"))
         for method, path in CONTROLLER
     }
-    assert known == {*listed, ("GET", "/health"), ("POST", "/mlflow/webhook")}
+    assert known == {*listed, ("GET", "/health")}
 
 
 @pytest.mark.long
@@ -738,20 +738,6 @@ def test_a_decision_names_the_key_beside_the_name_that_was_given(
 
 def test_health_tells_a_stranger_nothing_but_health(web: TestClient) -> None:
     assert TestClient(web.app).get("/health").json() == {"status": "ok"}
-
-
-def test_only_mlflow_wakes_the_mirror(controller: Controller, web: TestClient) -> None:
-    from mlflow.webhooks.delivery import _generate_hmac_signature
-
-    stranger, body = TestClient(web.app), '{"entity": "model_version_alias"}'
-    secret = credential(controller.params.paths, "controller")
-    headers = {"X-MLflow-Delivery-Id": "1", "X-MLflow-Timestamp": "2"}
-    signed = headers | {"X-MLflow-Signature": _generate_hmac_signature(secret, "1", "2", body)}
-    assert stranger.post("/mlflow/webhook", content=body).status_code == 401
-    assert stranger.post("/mlflow/webhook", content=body + " ", headers=signed).status_code == 401
-    assert stranger.post("/mlflow/webhook", content=body, headers=signed).json() == {"looking": True}
-    large = stranger.post("/mlflow/webhook", content=b" " * (1 << 20), headers=signed)
-    assert (large.status_code, "bytes" in large.text) == (400, True)
 
 
 @pytest.mark.parametrize("path", ["/ledger/scores", "/policies", "/releases", "/notices"])

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine.catalog.records import Release
-from engine.controller.advance import Evidence
-from engine.controller.waits import waits_of
+from engine.controller.advance import Evidence, advance
 from tests.engine.controller.test_advance import CANARIES, at, evidence, ramped, release, running_canary
 from tests.helpers.canary_results import judged
 
@@ -76,6 +75,6 @@ def approval(**changes: object) -> Release:
 def test_each_gate_says_what_it_has_and_how_it_ends(
     row: Release, seen: Evidence, table: list[tuple[str, str, float, str]]
 ) -> None:
-    waits = waits_of(row, seen)
+    waits = advance(row, seen).waits
     assert [(one.gate, one.has, one.waited_s, one.ends) for one in waits] == table
     assert all(one.needs and one.row()["ends"] == one.ends for one in waits)

@@ -105,9 +105,9 @@ def test_its_budget_is_the_end_also_after_a_restart(clock: Clock) -> None:
     for _ in range(10):
         clock.sleep(1)
         scorer.score("q", [answer("1")], {})
-    assert (len(evaluator.asked), scorer.is_ready) == (4, False)
+    assert (len(evaluator.asked), scorer.is_ready()) == (4, False)
     again, _, _ = working(as_numbers, spent=2.0, budget=2)
-    assert (again.score("q", [answer("1")], {}), again.is_ready) == (NOT_ASKED, False)
+    assert (again.score("q", [answer("1")], {}), again.is_ready()) == (NOT_ASKED, False)
 
 
 def test_what_may_pass_is_tried_again_and_every_attempt_costs(clock: Clock) -> None:
@@ -154,4 +154,4 @@ def test_an_evaluator_that_raises_has_a_fault_and_goes_on(clock: Clock) -> None:
 def test_retries_end_with_the_budget(clock: Clock) -> None:
     scorer, evaluator, _ = working(lambda _: Scored(None, "timeout", 9.0, 50, may_pass=True), budget=60)
     assert scorer.score("q", [answer("1")], {}).fault == "timeout"
-    assert (len(evaluator.asked), scorer.is_ready) == (2, False)
+    assert (len(evaluator.asked), scorer.is_ready()) == (2, False)

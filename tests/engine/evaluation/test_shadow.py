@@ -19,7 +19,15 @@ from engine.evaluation.conversations import exchange_of
 from engine.evaluation.evaluation import EvaluationLoop
 from engine.evaluation.evaluators import Scored
 from engine.evaluation.scorer import NOT_ASKED
-from engine.evaluation.shadow import ALONE_S, LEAST_TIMES, REST_S, Question, Shadow, UsersTimes
+from engine.evaluation.shadow import (
+    ALONE_AFTER,
+    ALONE_S,
+    EVERY_S,
+    LEAST_TIMES,
+    Question,
+    Shadow,
+    UsersTimes,
+)
 from engine.settings.evaluators import EvaluatorConfig
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
@@ -74,13 +82,25 @@ class FakeEngine:
         return Question(copy, exchange, self.client)
 
 
+class HeldEngine(FakeEngine):
+    """An engine whose answers come once it is let go."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+        super().__init__(lambda _: (200 if self.let_go.wait(10) else 500, "7"))
+
+
 class NotedScorer:
     """A scorer that notes what it is asked."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, list[tuple[str, str]]]] = []
-        self.is_ready, self.said = True, Scored([1.0, 0.0])
+        # How many answers it may score now.
+        self.places, self.said = 100, Scored([1.0, 0.0])
         self.config = EvaluatorConfig(kind="python:examples.evaluator:sums")
+
+    def is_ready(self, calls: int) -> bool:
+        return calls <= self.places
 
     def score(self, question: str, answers: Any, context: Any) -> Scored:
         self.asked.append((question, [(one.request, one.text) for one in answers]))
@@ -165,11 +185,11 @@ def test_only_the_revisions_own_faults_are_told(
 
 def test_nothing_is_asked_while_an_evaluator_is_away(shadow: Shadow, scorer: NotedScorer) -> None:
     engine = FakeEngine()
-    scorer.is_ready = False
+    scorer.places = 0
     shadow.take(engine.question(copy_of(1)))
     time.sleep(0.3)
     assert engine.asked == []
-    scorer.is_ready = True
+    scorer.places = 100
     assert eventually(lambda: len(engine.asked) == 1)
 
 
@@ -184,14 +204,14 @@ def test_it_rests_while_users_wait_longer_beside_it() -> None:
     assert times.lets_pass
     times.add({"whole": [1.3] * LEAST_TIMES}, is_beside=True)
     assert not times.lets_pass
-    now += REST_S
+    now += ALONE_S
     assert times.lets_pass
 
 
 def test_one_that_decides_nothing_holds_nobody_up(shadow: Shadow, scorer: NotedScorer) -> None:
     engine = FakeEngine()
     scorer.config = scorer.config.model_copy(update={"decides": "nothing"})
-    scorer.is_ready, scorer.said = False, NOT_ASKED
+    scorer.places, scorer.said = 0, NOT_ASKED
     shadow.take(engine.question(copy_of(1)))
     assert eventually(lambda: len(engine.asked) == 1)
 
@@ -227,23 +247,95 @@ def test_a_closed_shadow_asks_no_more(shadow: Shadow, rows: list[dict[str, Any]]
     assert (len(engine.asked), rows) == (1, [])
 
 
-def test_times_are_beside_it_as_long_as_it_asks(shadow: Shadow) -> None:
-    began, ended = threading.Event(), threading.Event()
-
-    def reply(body: dict[str, Any]) -> tuple[int, str]:
-        began.set()
-        ended.wait(10)
-        return 200, "7"
-
-    engine, other = FakeEngine(reply), FakeEngine()
-    seen = list[tuple[bool, int]]()
-    shadow.times.add = lambda times, is_beside, name: seen.append((is_beside, len(times)))  # type: ignore[method-assign]
+def test_times_are_beside_it_where_it_asks_and_meanwhile(shadow: Shadow) -> None:
+    """Of another engine, or before and after its answer, they are users' times alone."""
+    engine, other, seen = HeldEngine(), FakeEngine(), list[bool]()
+    shadow.times.add = lambda times, is_beside, engine: seen.append(is_beside)  # type: ignore[method-assign]
+    shadow.note_times({}, engine.client)
     shadow.take(engine.question(copy_of(4)))
-    assert began.wait(10)
-    for one in (engine, engine, other):
-        shadow.note_times({"whole": []}, one.client)
-    ended.set()
-    assert seen == [(True, 1), (True, 1), (False, 1)]
+    assert eventually(lambda: len(engine.asked) == 1)
+    shadow.note_times({}, engine.client)
+    shadow.note_times({}, other.client)
+    engine.let_go.set()
+    assert eventually(lambda: not shadow._open)
+    # It asked since the last look, and then no more.
+    shadow.note_times({}, engine.client)
+    shadow.note_times({}, engine.client)
+    assert seen == [False, True, False, True, False]
+
+
+def test_it_asks_a_share_of_users_answers(shadow: Shadow, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, taken = HeldEngine(), 0
+    later = [{"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
+
+    def take(count: int, asked: int) -> None:
+        nonlocal taken
+        for _ in range(count):
+            taken += 1
+            # Later turns count, too.
+            shadow.take(engine.question(copy_of(2 * taken + 10)))
+            shadow.take(engine.question(copy_of(2 * taken + 11, messages=later)))
+        assert eventually(lambda: len(engine.asked) == asked)
+
+    monkeypatch.setattr("engine.evaluation.shadow.MOST_OPEN", 4)
+    monkeypatch.setattr("engine.evaluation.shadow.SHARE", 0.1)
+    # The first may always be asked, alone.
+    for asked in range(1, 5):
+        take(1 if asked == 1 else 5, asked)
+        time.sleep(2 * EVERY_S)
+        assert len(engine.asked) == asked
+    take(10, 4)
+    engine.let_go.set()
+
+
+def test_with_nothing_saved_up_it_asks_for_a_part_of_the_time(shadow: Shadow) -> None:
+    engine = FakeEngine(lambda _: time.sleep(0.2) or (200, "7"))
+    for number in range(10, 13):
+        shadow.take(engine.question(copy_of(number)))
+    assert eventually(lambda: len(engine.asked) == 1)
+    time.sleep(0.2 * ALONE_AFTER)
+    assert len(engine.asked) == 1
+    assert eventually(lambda: len(engine.asked) == 2)
+
+
+def test_no_more_is_asked_than_can_be_scored(shadow: Shadow, scorer: NotedScorer) -> None:
+    engine, scorer.places = HeldEngine(), 2
+    for number in range(10, 60):
+        shadow.take(engine.question(copy_of(number)))
+    assert eventually(lambda: len(engine.asked) == 2)
+    time.sleep(3 * EVERY_S)
+    assert len(engine.asked) == 2
+    scorer.places = 3
+    assert eventually(lambda: len(engine.asked) == 3)
+    engine.let_go.set()
+
+
+def test_while_it_is_paused_it_asks_nothing_new(shadow: Shadow, rows: list[dict[str, Any]]) -> None:
+    engine = HeldEngine()
+    shadow.take(engine.question(copy_of(1)))
+    assert eventually(lambda: len(engine.asked) == 1)
+    shadow.is_paused = True
+    for number in range(10, 40):
+        shadow.take(engine.question(copy_of(number)))
+    engine.let_go.set()
+    # What was under way is evidence all the same.
+    assert eventually(lambda: len(rows) == 1)
+    time.sleep(3 * EVERY_S)
+    assert len(engine.asked) == 1
+    shadow.is_paused = False
+    assert eventually(lambda: len(engine.asked) > 1)
+
+
+def test_nothing_is_saved_up_while_it_rests(shadow: Shadow) -> None:
+    engine, now = HeldEngine(), 0.0
+    shadow.times = UsersTimes(lambda: now)
+    for number in range(100):
+        shadow.take(engine.question(copy_of(number)))
+    now = ALONE_S
+    assert eventually(lambda: len(engine.asked) == 1)
+    time.sleep(3 * EVERY_S)
+    assert len(engine.asked) == 1
+    engine.let_go.set()
 
 
 @pytest.mark.parametrize(("longer", "rests"), [(1.0, 0.0), (1.6, 1.0)])
@@ -293,6 +385,16 @@ def test_the_process_follows_a_release_from_its_shadow_to_its_end(
         scores = [row["score"] for table, row in rows if table == "evaluations"]
         # The champion's are right; the revision says 7.
         assert sorted(scores) == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+
+        pause = {"at": 0.0, "by": "ann", "reason": "We look."}
+        asked = len(engine.asked)
+        for pauses, more in (([pause], 0), ([pause | {"resumed_at": 1.0}], 1)):
+            catalog.releases.update("r1", catalog.releases.get("r1").version, pauses=pauses)
+            engine.waiting = [copy_of(1), copy_of(4)]
+            evaluation.turn()
+            time.sleep(0.3)
+            # A unit that was met before the pause is not met again.
+            assert len(engine.asked) == asked + more
 
         row = catalog.releases.get("r1")
         catalog.releases.update("r1", row.version, step="canary")

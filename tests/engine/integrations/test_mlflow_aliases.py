@@ -1,11 +1,8 @@
 """Aliases and routes, both ways, against MLflow's own server code and a real registry, without a port."""
 
-import http.server
 import itertools
-import queue
 import random
 import shutil
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +15,6 @@ from engine.catalog.catalog import Catalog, migrate
 from engine.controller.release_loop import Controller
 from engine.integrations.mlflow_aliases import REFUSED, AliasMirror, AliasMove, find_moves, is_older
 from engine.integrations.mlflow_registry import Model, Registry
-from engine.services.lifecycle import environment
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
 from tests.helpers.rows import NEW, OLD, THIRD, fill
@@ -417,79 +413,3 @@ def test_find_moves_and_is_older(controller: Controller) -> None:
     ]
     for highest, updated, older in ((5, 100, False), (6, 101, False), (4, 100, True), (5, 99, True)):
         assert is_older(Model("p", {}, highest, updated), notes) is older
-
-
-@pytest.fixture
-def hooking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The settings with which `up` starts MLflow's server, and no webhooks of other tests."""
-    from mlflow.webhooks import delivery
-
-    for name, value in environment(Params()).items():
-        if name.startswith("MLFLOW_WEBHOOK"):
-            monkeypatch.setenv(name, value)
-    monkeypatch.setattr(delivery, "_webhook_cache", None)
-
-
-@pytest.mark.usefixtures("hooking")
-def test_one_webhook_remains_whatever_its_address_was(client: httpx.Client, mlflow: Mlflow) -> None:
-    registry = Registry(client)
-    for port in (8001, 8002, 8002):
-        registry.ensure_webhook("graftwork", f"http://127.0.0.1:{port}/mlflow/webhook", "first")
-    registry.ensure_webhook("somebody-elses", "http://127.0.0.1/else", "theirs")
-    names = {hook["name"] for hook in client.get(f"{API}/webhooks").json()["webhooks"]}
-    registry.ensure_webhook("graftwork", "http://127.0.0.1:8002/mlflow/webhook", "second")
-    hooks = client.get(f"{API}/webhooks").json()["webhooks"]
-    assert len(names & {hook["name"] for hook in hooks}) == 1  # a new secret makes a new webhook
-    assert {hook["name"].partition(".")[0]: hook["url"] for hook in hooks} == {
-        "graftwork": "http://127.0.0.1:8002/mlflow/webhook",
-        "somebody-elses": "http://127.0.0.1/else",
-    }
-
-
-@pytest.mark.usefixtures("hooking")
-def test_mlflow_tells_of_a_moved_alias(client: httpx.Client, mlflow: Mlflow) -> None:
-    """Its server posts to an address of this machine when an alias is set or taken away."""
-    told = queue.Queue[str]()
-
-    class Page(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            assert self.headers["X-MLflow-Signature"].startswith("v1,")
-            told.put(self.path)
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Page) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        at = f"http://127.0.0.1:{server.server_port}/mlflow/webhook"
-        Registry(client).ensure_webhook("graftwork", at, "a secret")
-        mlflow.move("champion", "2")
-        assert told.get(timeout=20) == "/mlflow/webhook"
-        mlflow.move("champion", None)
-        assert told.get(timeout=20) == "/mlflow/webhook"
-        server.shutdown()
-
-
-def test_a_registry_that_takes_no_webhook_is_still_polled(
-    controller: Controller, mlflow: Mlflow, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    registry = Registry(client)
-    mirror = AliasMirror(
-        controller.catalog,
-        controller.decisions,
-        registry,
-        hook="ftp://nowhere/mlflow/webhook",
-    )
-    ensure = registry.ensure_webhook
-
-    def last(*given: Any) -> None:
-        mirror.stop()
-        ensure(*given)
-
-    monkeypatch.setattr(registry, "ensure_webhook", last)
-    mirror.run()
-    assert mirror.work.error is None
-    assert client.get(f"{API}/webhooks").json().get("webhooks", []) == []
-    assert mlflow.aliases() == {"champion": "1"}

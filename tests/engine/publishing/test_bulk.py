@@ -74,9 +74,7 @@ def stored_bytes(store: Store) -> int:
 
 
 def test_every_entry_is_in_the_catalog_with_its_own_bytes(catalog: Catalog, store: Store):
-    made = [
-        adapter(seed, default=rank) for seed, rank in enumerate([1, 2, 1, 1, 2])
-    ]  # two shapes, one batch each
+    made = [adapter(seed, default=rank) for seed, rank in enumerate([1, 2, 1, 1, 2])]
     found = register(catalog, store, [Entry("one", one, step=i) for i, one in enumerate(made)])
     assert [(one.position, one.new, one.refused) for one in found] == [(i, True, None) for i in range(5)]
     for i, (one, tensors) in enumerate(zip(found, made, strict=True)):
@@ -159,7 +157,7 @@ def test_known_bytes_are_not_appended_again(catalog: Catalog, store: Store):
 
 def test_many_shapes_do_not_add_up(catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch):
     nbytes = sum(tensor.nbytes for tensor in adapter(0, default=1).values())
-    monkeypatch.setattr(bulk, "HELD_BYTES", 10 * nbytes)
+    monkeypatch.setattr(bulk, "BATCH_BYTES", 10 * nbytes)
     pulled = 0
 
     def entries() -> Iterator[Entry]:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -81,7 +81,9 @@ def test_the_live_page_shows_what_a_release_waits_for(params: Params, release: R
     with Catalog(params.paths.catalog_url) as catalog:
         changes = {"state": "running", "step": "canary", "evidence": {}, "pauses": [pause]}
         running = catalog.releases.update(release.id, catalog.releases.get(release.id).version, **changes)
-        latest = {release.id: Evidence(61.0, catalog.routes.get("sorting"), weight_s=20.0)}
+        as_then = {"champion": release.baseline, "canary": release.revision, "weight": release.weight}
+        route = replace(catalog.routes.get("sorting"), **as_then)
+        latest = {release.id: Evidence(61.0, route, weight_s=20.0)}
         snapshot, names = params.paths.ledger_snapshot, ["sorting"]
         try:
             data = collect(snapshot, catalog, names, title="A run", created_at=0.0, latest=latest)

@@ -44,7 +44,7 @@ class Fake:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                assert self.path == "/graftwork/rollouts"
+                assert self.path == "/graftwork/samples"
                 assert self.headers["authorization"] == "Bearer key"
                 assert self.headers["x-graftwork-purpose"] == "rollout"
                 fake.asked.append(body)
@@ -52,7 +52,11 @@ class Fake:
                 if status == 0:
                     self.connection.close()
                     return
-                told = {"groups": groups_of(body)} if status is None else {"error": {"message": "no"}}
+                told = (
+                    {"groups": [{"samples": group} for group in groups_of(body)]}
+                    if status is None
+                    else {"error": {"message": "no"}}
+                )
                 answer = json.dumps(told).encode()
                 self.send_response(status or 200)
                 self.send_header("content-length", str(len(answer)))
@@ -80,7 +84,12 @@ class Fake:
 def groups_of(body: dict[str, Any]) -> list[list[dict[str, Any]]]:
     def sample(prompt: list[int], seed: int) -> dict[str, Any]:
         tokens = [(seed * 31 + 7 * prompt[0] + place) % 251 for place in range(body["max_tokens"])]
-        return {"tokens": tokens, "logprobs": [-1.0] * len(tokens), "text": str(tokens), "truncated": False}
+        return {
+            "tokens": tokens,
+            "logprobs": [-1.0] * len(tokens),
+            "text": str(tokens),
+            "stop_reason": "stop",
+        }
 
     return [
         [sample(prompt, body["seed"] + number * body["n"] + member) for member in range(body["n"])]

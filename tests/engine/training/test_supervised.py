@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from engine.base.prompts import answer_ids, prompt_ids, tokenizer_of
+from engine.errors import ConfigError
 from engine.problems.procedural import Problem
+from engine.problems.verifiers import Verifier
 from engine.settings.policies import PolicyConfig
 from engine.training.service.protocol import SessionInfo
 from engine.training.supervised import has_stopped, looks_every, looks_of, preference_loss, taught
@@ -92,6 +94,12 @@ def test_a_run_stops_after_so_many_looks_without_a_better_one(
 def test_a_row_has_the_look_before_its_step() -> None:
     assert [(look.step, look.loss) for look in looks_of(session(3.0, None, 1.0))] == [(0, 3.0), (2, 1.0)]
     assert [looks_every(steps) for steps in (1, 10, 11, 45, 1000)] == [1, 1, 2, 5, 100]
+
+
+def test_what_scores_by_probabilities_judges_no_answers() -> None:
+    config = PolicyConfig(task="t", suite="s", method="sft", verifier="likelihood")
+    with pytest.raises(ConfigError, match="no verifier of answers"):
+        Verifier(config)
 
 
 def test_a_method_refuses_settings_of_another() -> None:

@@ -14,7 +14,7 @@ from engine.catalog.catalog import Policy
 from engine.serving.gateway import answer_copies
 from engine.serving.gateway.answer_copies import COPIED, AnswerCopies
 from tests.helpers import gateway_world
-from tests.helpers.api_answers import APIS, CHAT, COMPLETIONS, Said, body_of, pieces, whole
+from tests.helpers.api_answers import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Said, body_of, pieces, whole
 from tests.helpers.gateway_world import CANARY, unit_of, warm
 from tests.helpers.gateways import World, open_world
 
@@ -52,7 +52,15 @@ def asker(world: World) -> Asker:
     return Asker(world)
 
 
-@pytest.mark.parametrize("path", APIS)
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+async def test_answers_of_other_apis_are_timed_alone(asker: Asker, path: str) -> None:
+    await asker.copies()
+    await asker.ask(path)
+    told = await asker.copies()
+    assert (told["copies"], told["dropped"], len(told["users"]["whole"])) == ([], 0, 1)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_a_copy_is_what_the_client_sent_and_got(world: World, asker: Asker, path: str) -> None:
     assert await asker.copies() == {
         "copies": [], "dropped": 0, "users": {"streamed": [], "whole": []}

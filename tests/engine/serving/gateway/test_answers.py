@@ -145,7 +145,7 @@ def test_an_answer_in_several_messages_is_read_once_it_is_whole() -> None:
 
 
 def test_an_answer_in_token_ids_ends_with_its_usage() -> None:
-    answer = AnswerReader("/graftwork/rollouts")
+    answer = AnswerReader("/graftwork/samples")
     answer.read(b'{"groups":[[{"text":"\\"usage\\":{"}]],"usage":{"prompt_tokens":9,"completion_tokens":4}}')
     assert (answer.used, answer.outcome) == ((9, 4), None)
 

@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 
 from engine.catalog.catalog import Catalog
 from engine.errors import DamagedBytes
-from engine.serving.gateway.call import Unmetered
+from engine.serving.gateway.call import Metering
 from engine.serving.gateway.gateway import Gateway
 from engine.serving.gateway.holding import unless_left
 from engine.serving.gateway.routing import Router
@@ -51,7 +51,7 @@ async def test_the_route_is_followed_and_observed(world):
 
 async def test_a_gateway_without_limits_usage_and_suggestions_serves_all_the_same(world):
     """What is optional is handed in: without it requests, texts and models are answered, cold and warm."""
-    world.state.meter, world.state.router = Unmetered(), Router(world.catalog, "tiny", "base")
+    world.state.meter, world.state.router = Metering(), Router(world.catalog, "tiny", "base")
     async with world.client() as client:
         for _ in range(2):
             response = await client.post(
@@ -120,7 +120,7 @@ async def test_the_segment_is_observed(world):
         ("pin", "/v1/completions", {"model": "sums@cccc"}, {}, 404, "no revision 'cccc'"),
         ("user", "/v1/completions", [1], {}, 400, "JSON object"),
         ("user", "/v1/completions", {"model": "sums"}, {"x-graftwork-purpose": "score"}, 403, "role 'score'"),
-        ("user", "/graftwork/rollouts", {"model": "sums"}, {}, 403, "role 'score' or 'train'"),
+        ("user", "/graftwork/samples", {"model": "sums"}, {}, 403, "role 'score' or 'train'"),
         ("score", "/v1/completions", {"model": "sums"}, {"x-graftwork-purpose": "fun"}, 400, "not 'fun'"),
         ("user", "/v1/completions", {"model": "sums"}, {"x-graftwork-segment": "a b"}, 400, "not 'a b'"),
         ("admin", "/v1/load_lora_adapter", {}, {}, 404, "not served"),
@@ -200,10 +200,10 @@ async def test_every_model_has_its_bases_tokens_and_needs_no_load(world, path):
     assert world.engine.prepared == []
 
 
-async def test_rollouts_are_rollouts_without_a_header(world):
+async def test_samples_are_rollouts_without_a_header(world):
     async with world.client("score") as client:
-        await client.post("/graftwork/rollouts", json=PINNED)
-        await client.post("/graftwork/rollouts", json=PINNED, headers={"x-graftwork-purpose": "probe"})
+        await client.post("/graftwork/samples", json=PINNED)
+        await client.post("/graftwork/samples", json=PINNED, headers={"x-graftwork-purpose": "probe"})
         await client.post("/v1/completions", json=PINNED)
     assert [row["purpose"] for _, row in world.events.rows] == ["rollout", "probe", "user"]
     assert world.loads == ["background"]

@@ -18,7 +18,7 @@ from lm_eval.__main__ import cli_evaluate
 from engine.catalog.catalog import Policy
 from engine.clients.engine import EngineClient
 from engine.evaluation.conversations import exchange_of, follow_up_body
-from engine.serving.gateway.route_table import ROUTES
+from engine.serving.gateway.route_table import OF_CHOICES, ROUTES
 from tests.helpers.access_matrix import ROLE_SETS, Names, gateway_faults
 from tests.helpers.live import RunningEngine, eventually
 from tests.helpers.slow_schemas import slow_schema
@@ -128,7 +128,7 @@ def test_every_api_tells_its_end_and_who_leaves_pays(
     assert (state, prompt > 0, 0 <= completion < 200) == ("settled", True, True)
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", OF_CHOICES)
 def test_who_judges_reads_what_a_user_got(engine: RunningEngine, policy: str, tenant: str, path: str):
     """Whole and streamed, and the same request for another model gets the same words of the same weights."""
     told: list[dict[str, Any]] = []

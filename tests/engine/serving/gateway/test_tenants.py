@@ -16,7 +16,7 @@ from engine.catalog.catalog import Policy, Tenant
 from engine.errors import ServiceError
 from engine.serving.gateway.call import is_given_to
 from engine.settings.services import GatewayConfig
-from tests.helpers.access_matrix import ASKING, OF_TOKENS, ROLE_SETS, SENTENCE, Names, body_of, gateway_faults
+from tests.helpers.access_matrix import ASKING, ROLE_SETS, SAMPLES, SENTENCE, Names, body_of, gateway_faults
 from tests.helpers.gateways import CHAMPION, OTHER, World, open_world
 
 PIN = f"@{CHAMPION[:12]}"
@@ -63,7 +63,7 @@ def completion(model: str = "tiny", **more) -> dict:
 async def test_a_tenant_reaches_its_own(world: World):
     async with world.client(world.key(roles=["infer", "pin"])) as client:
         for path in ASKING:
-            if path not in OF_TOKENS:
+            if path != SAMPLES:
                 for name in ("acme-sums", f"acme-sums{PIN}", "tiny"):
                     assert (await client.post(path, json=body_of(path, name))).is_success
 
@@ -170,11 +170,11 @@ async def test_a_key_without_the_role_pin_sees_no_candidates(world: World):
         ("/v1/responses", {"tools": [{"type": "code_interpreter"}]}, "tools"),
         ("/v1/messages", {"mcp_servers": []}, "mcp_servers"),
         ("/tokenize", {"chat_template": "{{ x }}"}, "chat_template"),
-        ("/graftwork/rollouts", {"cache_salt": "theirs"}, "cache_salt"),
+        ("/graftwork/samples", {"cache_salt": "theirs"}, "cache_salt"),
     ],
 )  # fmt: skip
 async def test_fields_out_of_bounds_are_refused_by_name(world: World, path: str, fields: dict, param: str):
-    roles = ["score"] if path == "/graftwork/rollouts" else ["infer"]
+    roles = ["score"] if path == "/graftwork/samples" else ["infer"]
     async with world.client(world.key(roles=roles)) as client:
         response = await client.post(path, json=body_of(path, "acme-sums") | fields)
     assert response.status_code == 400

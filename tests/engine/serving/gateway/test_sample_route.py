@@ -1,4 +1,4 @@
-"""The route for rollouts before a fake engine: what it refuses, and what it gives up."""
+"""The route for samples before a fake engine: what it refuses, and what it gives up."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -10,7 +10,7 @@ from fastapi import Response
 from pydantic import ValidationError
 from vllm.lora.request import LoRARequest
 
-from engine.serving.gateway.rollouts import MAX_SAMPLES, RolloutGate, Rollouts, rollouts
+from engine.serving.gateway.samples import MAX_SAMPLES, RolloutGate, Samples, samples
 
 ADAPTER = LoRARequest(lora_name="sums@123456789abc", lora_int_id=1, lora_path="graftwork:sums")
 ENDLESS, WRONG = 8, 9
@@ -61,8 +61,8 @@ async def ask(
         "graftwork_gate": gate or RolloutGate(4),
     }
     app = SimpleNamespace(state=SimpleNamespace(**parts))
-    body = Rollouts(model=model, prompts=list(prompts), n=2, max_tokens=4)
-    answer = await rollouts(body, SimpleNamespace(app=app, receive=receive, headers={}))
+    body = Samples(model=model, prompts=list(prompts), n=2, max_tokens=4)
+    answer = await samples(body, SimpleNamespace(app=app, receive=receive, headers={}))
     # What was cancelled ends in the loop's next round.
     await asyncio.sleep(0)
     return answer
@@ -157,7 +157,7 @@ async def test_a_group_alone_keeps_nobody_out() -> None:
 
 def test_a_request_has_so_many_samples_and_no_more() -> None:
     each = MAX_SAMPLES // 4
-    Rollouts(model="tiny", prompts=[[1]] * 4, n=each, max_tokens=1)
+    Samples(model="tiny", prompts=[[1]] * 4, n=each, max_tokens=1)
     for prompts, n in (([[1]] * 5, each), ([[1]] * 4, each + 1)):
         with pytest.raises(ValidationError, match=f"samples.*{MAX_SAMPLES}"):
-            Rollouts(model="tiny", prompts=prompts, n=n, max_tokens=1)
+            Samples(model="tiny", prompts=prompts, n=n, max_tokens=1)
