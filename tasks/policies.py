@@ -25,12 +25,12 @@ from pydantic import ValidationError
 from engine.base.fitting import fitted_policy, fitting_settings
 from engine.base.prompts import answer_ids, prompt_text, tokenizer_of
 from engine.base.resident import BaseInfo, base_config, ensure_base
-from engine.errors import ConfigError, Conflict, NotFound
+from engine.errors import BaseModelError, ConfigError, Conflict, NotFound
 from engine.problems.general_text import GENERAL
-from engine.problems.jsonl import Check, Import, import_file, prompt_hash, read_rows
+from engine.problems.jsonl import Check, Import, import_file, read_rows, split_hash
 from engine.problems.procedural import VALIDATION, Problem
 from engine.problems.readers import read_file
-from engine.problems.rows import Asked, kind_of
+from engine.problems.rows import Asked, JsonlRow, kind_of
 from engine.problems.verifiers import Verifier, foreign_reference
 from engine.problems.written_numbers import bare_number
 from engine.services import lifecycle as services
@@ -43,8 +43,12 @@ from tasks.purge_record import reuse_purged_name
 from tasks.suites import Suite, freeze, load_suite
 
 TRAINING = "train.jsonl"
+# What a change of the method does not keep, and what a method does not read.
+OF_A_METHOD = ("method", "verifier", "steps", "epochs", "lr", "loss", "loss_config")
+UNREAD = {"grpo": ("epochs",), "taught": ("loss", "loss_config", "group_size")}
 # Passes over the data where none are given, and DPO's learning rate over the other methods': it moves away
 # from the base much faster.
+LIKELIHOOD_OF: dict[str, str] = {"sft": "likelihood", "dpo": "preference"}
 EPOCHS, DPO_RATE = {"sft": 3, "dpo": 1}, 0.1
 LOCK_S = 60
 NOTHING = (
@@ -76,6 +80,7 @@ class Created:
     directory: str
     changed: bool
     unused: tuple[str, ...] = ()
+    method: str = "grpo"
 
 
 def create_policy(
@@ -92,8 +97,8 @@ def create_policy(
 ) -> Created:
     """Create the policy `name` from a file that `readers` takes, or update it with newer data or settings.
 
-    Without a method in `settings` the data suggest one; without a `verifier` a policy of examples or pairs is
-    scored by the likelihood of its held-out answers.
+    Without a method in `settings` the data suggest one; without a `verifier` a policy of examples is scored
+    by the likelihood of its held-out answers, and one of pairs by its preference.
 
     Raises `ConfigError` for an invalid name, setting, line, loss or verifier, `Conflict` when the name is
     another owner's, or was purged and `reuse_name` is False, and `BaseModelError` when the base's text files
@@ -105,7 +110,9 @@ def create_policy(
     if known and method == known.get("method", "grpo"):
         verifier = verifier or known.get("verifier")
     method, verifier = method_of(data, verifier, method)
+    known = _kept(params, name, method)
     config = _settings(params, name, verifier, owner, {**settings, "method": method})
+    _refuse_start(params, config)
     refuse_unlisted("verifier", config.verifier, params.python_modules)
     if config.verifier not in LIKELIHOODS:
         Verifier(config).close()
@@ -120,9 +127,10 @@ def create_policy(
         _refuse_taken(params, name, owner, base)
         tokenizer = tokenizer_of(_known_base(params).path)
         limits = PromptLimits(params, config, tokenizer, data)
-        check, training = check_for(verifier), Path(draft) / TRAINING
+        check, training = check_for(LIKELIHOOD_OF.get(method, verifier)), Path(draft) / TRAINING
         looked_at = training.with_name(VALIDATION) if method in TAUGHT else None
-        imported = import_file(data, training, items, check, on_progress, verifier, limits.add, looked_at)
+        reads = LIKELIHOOD_OF.get(method, verifier)
+        imported = import_file(data, training, items, check, on_progress, reads, limits.add, looked_at)
         limits.refuse()
         config = _with_steps(params, known, config, imported, settings)
         created = _write(params, name, config, imported, Path(draft), data, tokenizer)
@@ -178,14 +186,12 @@ def _settings(
     """Return the policy's settings: its own file's, then those of `settings`."""
     if verifier == "contract":
         raise ConfigError("The verifier `contract` is for generated tasks. Use exact, numeric or another.")
-    own = _own(params, name)
+    own = _kept(params, name, settings.get("method"))
     fields = own | {"task": TRAINING, "suite": name, "verifier": verifier, "owner": owner} | dict(settings)
     if "loss_config" in fields:
         fields["loss_config"] = own.get("loss_config", {}) | settings.get("loss_config", {})
-    try:
-        config = PolicyConfig.model_validate(fields)
-    except ValidationError as error:
-        raise ConfigError(f"The policy is not valid. {explain(error, PolicyConfig)}") from None
+    config = _valid(fields)
+    _refuse_unread(config, settings)
     if config.rank > params.engine.max_rank:
         raise ConfigError(
             f"The rank is {config.rank}, and the engine serves up to {params.engine.max_rank}. Lower it, or "
@@ -203,6 +209,11 @@ def method_of(source: Path, verifier: str | None, method: Method | None) -> tupl
     Raises `ConfigError` where the data leave it open, or do not fit the method.
     """
     kind = kind_of(next(read_file(source))[1])
+    if method == "grpo" and kind == "pairs":
+        raise ConfigError(
+            f"{source} has pairs of answers, from which the method dpo learns, or sft the better one. Give "
+            "--method dpo or sft, or questions with one answer."
+        )
     if method == "dpo" or (kind == "pairs" and method is None):
         return "dpo", verifier or "preference"
     if method == "sft" or (method is None and verifier is None and kind == "examples"):
@@ -227,13 +238,67 @@ def _with_steps(
         return config
     more: dict[str, Any] = {}
     has_steps = "steps" in settings or ("steps" in known and "epochs" not in {*known, *settings})
-    if not has_steps:
+    if has_steps:
+        more = {"epochs": None, "steps": config.steps}
+    else:
         epochs = config.epochs or EPOCHS[config.method]
         more = {"epochs": epochs, "steps": ceil(epochs * imported.training / config.groups)}
     if config.method == "dpo" and "lr" not in {*known, *settings}:
         fitting = fitting_settings(base_config(params.base, params.paths))
         more["lr"] = fitting.get("lr", config.lr) * DPO_RATE
-    return config.model_copy(update=more)
+    return _valid(config.model_dump(exclude_unset=True) | more)
+
+
+def _valid(fields: Mapping[str, Any]) -> PolicyConfig:
+    try:
+        return PolicyConfig.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(f"The policy is not valid. {explain(error, PolicyConfig)}") from None
+
+
+def _kept(params: Params, name: str, method: Method | None) -> dict[str, Any]:
+    """Return a policy's own settings; with another method not those whose values are of the one before."""
+    own = _own(params, name)
+    if method in (None, own.get("method", "grpo")):
+        return own
+    return {key: value for key, value in own.items() if key not in OF_A_METHOD}
+
+
+def _refuse_start(params: Params, config: PolicyConfig) -> None:
+    """Raise unless the revision at which training starts is one, of this rank on this base.
+
+    Raises `NotFound` for an unknown one, `ConfigError` for another rank, `BaseModelError` for another base.
+    """
+    from engine.catalog.opening import open_catalog
+
+    if not config.start:
+        return
+    policy, _, digest = config.start.partition("@")
+    if not params.paths.has_catalog:
+        raise NotFound(f"There is no revision {config.start}: nothing has been trained here yet.")
+    with open_catalog(params.paths) as catalog:
+        start = catalog.revisions.get(policy, digest)
+    if start.rank != config.rank:
+        raise ConfigError(
+            f"{config.start} has the rank {start.rank}, and the policy the rank {config.rank}. Give "
+            f"--rank {start.rank}."
+        )
+    if start.base != ensure_base(params.base, params.paths).digest:
+        raise BaseModelError(f"{config.start} is of another base than {params.base.name!r}.")
+
+
+def _refuse_unread(config: PolicyConfig, settings: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a given setting that the method does not read."""
+    unread = UNREAD["grpo" if config.method == "grpo" else "taught"]
+    if given := sorted(name for name in unread if settings.get(name) is not None):
+        raise ConfigError(f"The method {config.method} does not read {', '.join(given)}. Leave it out.")
+    if settings.get("epochs") and settings.get("steps"):
+        raise ConfigError("Epochs are so many steps, too. Give either --epochs or --steps.")
+    if config.method in TAUGHT and config.verifier in ("numeric", "regex", "json-schema"):
+        raise ConfigError(
+            f"The verifier {config.verifier} compares with a number or a rule, and {config.method} learns "
+            "the answers as they are written. Choose exact, python:MODULE:FUNC, or none."
+        )
 
 
 def worked_examples(source: Path) -> list[dict[str, str]]:
@@ -284,7 +349,8 @@ def check_for(verifier: str) -> Check:
         return None
 
     checks: dict[str, Check] = {
-        "exact": exact, "numeric": numeric, "regex": regex, "json-schema": json_schema
+        "exact": exact, "likelihood": exact, "preference": exact, "numeric": numeric, "regex": regex,
+        "json-schema": json_schema,
     }  # fmt: skip
     return checks.get(verifier, lambda answer: None)
 
@@ -319,11 +385,13 @@ def _write(
     target = params.suites_dir / name
     before = _suite_before(name, params.suites_dir)
     suite = _freeze(tokenizer, name, config, imported, draft, before)
-    _refuse_leaks(draft / TRAINING, suite, before)
+    _refuse_leaks(draft / TRAINING, suite, before, config.method in TAUGHT)
     own = config.model_dump(mode="json", exclude_defaults=True) | {"data_digest": imported.digest}
     # A default that was given stands against what fits the base.
     fitting = set(fitting_settings(base_config(params.base, params.paths)))
-    own |= config.model_dump(mode="json", include=fitting, exclude_unset=True)
+    # So do steps that were given: else the next data's would be counted anew.
+    named = {*fitting, *({"steps"} if config.method in TAUGHT else ())}
+    own |= config.model_dump(mode="json", include=named, exclude_unset=True)
     (draft / "policy.yaml").write_text(yaml.safe_dump(own, sort_keys=True))
     version = suite.items_version
     files = [file for file in (TRAINING, VALIDATION, "policy.yaml") if (draft / file).is_file()]
@@ -335,7 +403,7 @@ def _write(
         _swap(draft / name, target)
     return Created(
         name, version, imported.lines, imported.training, len(imported.frozen), imported.held_out,
-        imported.duplicates, imported.digest, str(target), changed, imported.unused,
+        imported.duplicates, imported.digest, str(target), changed, imported.unused, config.method,
     )  # fmt: skip
 
 
@@ -371,12 +439,13 @@ def _freeze(
     return suite
 
 
-def _refuse_leaks(training: Path, suite: Suite, before: Suite | None) -> None:
+def _refuse_leaks(training: Path, suite: Suite, before: Suite | None, are_examples: bool) -> None:
     frozen = {
-        prompt_hash(item.question): item.id for item in (*suite.items, *(before.items if before else ()))
+        split_hash(JsonlRow(item.question, "", item.messages), are_examples): item.id
+        for item in (*suite.items, *(before.items if before else ()))
     }
     for number, row in read_rows(training):
-        if item := frozen.get(prompt_hash(row.question)):
+        if item := frozen.get(split_hash(row, are_examples)):
             raise ConfigError(
                 f"Training line {number} has the question of the frozen item {item}: {row.question[:80]!r}. "
                 "Remove the line: a score on a trained question means nothing."
@@ -444,8 +513,8 @@ def describe(created: Created) -> str:
     if not created.changed:
         return f"{created.policy} has this data and these settings already; nothing has changed.{left}"
     return (
-        f"{created.policy}: {created.training} training rows, {created.frozen} frozen items (suite version "
-        f"{created.suite_version}), {created.duplicates} duplicates dropped, in "
+        f"{created.policy}: {created.method}, {created.training} training rows, {created.frozen} frozen "
+        f"items (suite version {created.suite_version}), {created.duplicates} duplicates dropped, in "
         f"{_here(created.directory)}.{left}"
     )
 

@@ -13,6 +13,7 @@ from engine.base.prompts import prompt_text
 from engine.base.resident import base_config
 from engine.errors import ConfigError
 from engine.problems.rows import JsonlRow
+from engine.settings.own_functions import LIKELIHOODS
 from engine.settings.params import Params
 from engine.settings.policies import TAUGHT, PolicyConfig
 
@@ -66,7 +67,8 @@ class PromptLimits:
         self._base = int((base.get("text_config") or base).get("max_position_embeddings") or self._context)
         self._prompts = TooLong(tokenizer, self._context - config.max_tokens)
         self._answers = TooLong(tokenizer, config.max_tokens)
-        self._most = min(self._context, params.trainer.microbatch_tokens or self._context) - 1
+        # One for the end token, and one that the engine generates when it is asked for probabilities.
+        self._most = self._context - 2
         self._examples = TooLong(tokenizer, self._most)
         self._control = _control_tokens(tokenizer)
 
@@ -97,7 +99,7 @@ class PromptLimits:
             raise ConfigError(f"{where}: {error}") from None
         for answer in filter(None, answers):
             self._examples.add(number, prompt + answer)
-        if not is_taught:
+        if self._config.verifier not in LIKELIHOODS:
             self._prompts.add(number, prompt)
         if self._config.verifier == "exact":
             self._answers.add(number, row.answer.strip())
@@ -120,8 +122,8 @@ class PromptLimits:
             raise ConfigError(
                 f"{source} has examples that do not fit, in lines {lines}: the longest has "
                 f"{self._examples.longest} tokens with its prompt, and {self._most} fit into "
-                "engine.max_model_len and trainer.microbatch_tokens. Raise them and start the services anew, "
-                "or leave the lines out."
+                f"engine.max_model_len ({self._context}). Raise it and start the services anew, or leave the "
+                "lines out."
             )
         if lines := self._answers.found():
             raise ConfigError(

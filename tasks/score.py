@@ -24,7 +24,7 @@ from engine.clients.engine import EngineClient
 from engine.errors import ServiceError
 from engine.ledger.ledger import open_snapshot
 from engine.ledger.sender import open_spool
-from engine.quality.estimate import interval, perplexity
+from engine.quality.estimate import interval
 from engine.settings.own_functions import LIKELIHOODS, refuse_unlisted
 from engine.settings.params import Params, content_hash
 from engine.version import code_version
@@ -51,7 +51,8 @@ class Score:
     """A suite's result: mean and 95% interval in [0, 1]; a `digest` of None is the base.
 
     `reused` is True when the ledger had every item and the engine was not asked. `verifier_errors` counts
-    the answers on which the verifier failed; each scores 0. `verifier` is the suite's, empty for a contract.
+    the answers on which the verifier failed; each scores 0. `held_out_loss` is the mean loss of the answers'
+    tokens (nats), where their likelihood is the score.
     """
 
     policy: str
@@ -66,14 +67,7 @@ class Score:
     reused: bool
     seconds: float
     verifier_errors: int = 0
-    verifier: str = ""
-
-    @property
-    def held_out_loss(self) -> float | None:
-        """The mean loss of an answer's tokens, in nats, where the answers' likelihood is the score."""
-        if self.verifier != "likelihood":
-            return None
-        return log(perplexity([item.score for item in self.items]))
+    held_out_loss: float | None = None
 
 
 def score(
@@ -110,8 +104,16 @@ def score(
     mean, seconds = fmean(item.score for item in items), time.monotonic() - started
     return Score(
         policy, digest, base, opened.name, opened.version, mean, low, high, items, bool(known), seconds,
-        failed.total(), opened.rule.get("verifier", ""),
+        failed.total(), _loss(opened, items),
     )  # fmt: skip
+
+
+def _loss(suite: Suite, items: tuple[ItemScore, ...]) -> float | None:
+    """Return the mean loss of all answers' tokens, by their geometric mean probabilities."""
+    if suite.rule.get("verifier") != "likelihood":
+        return None
+    pairs = list(zip(suite.items, items, strict=True))
+    return -sum(one.tokens * log(scored.score) for one, scored in pairs) / sum(one.tokens for one, _ in pairs)
 
 
 def on_base(params: Params, suite: Suite, base: str, text: str | None) -> Suite:
@@ -192,10 +194,12 @@ def _completions(params: Params, model: str, key: str, with_tokens: bool) -> Any
         header={"Authorization": f"Bearer {key}", "x-graftwork-purpose": "score"},
     )
     if with_tokens:
-        # Where an answer's log-probability is asked for, its tokens must be told from the prompt's. lm-eval
-        # would load the tokenizer by `AutoTokenizer`, which takes four seconds.
-        asked.tokenizer = tokenizer_of(ensure_base(params.base, params.paths).path)
-        asked.tokenizer_backend, asked.tokenized_requests = "huggingface", True
+        # lm-eval would load the tokenizer by `AutoTokenizer`, which takes four seconds, and move white space
+        # from a prompt's end to the answer: other tokens than those that were learned.
+        tokenizer = tokenizer_of(ensure_base(params.base, params.paths).path)
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        asked.tokenizer, asked.tokenizer_backend, asked.tokenized_requests = tokenizer, "huggingface", True
+        asked._encode_pair = lambda prompt, answer: (encode(prompt), encode(answer))
         asked.loglikelihood = partial(asked.loglikelihood, disable_tqdm=True)
     return asked
 

@@ -20,7 +20,7 @@ from engine.base.prompts import prompt_text, tokenizer_of
 from engine.base.resident import ensure_base, made_path
 from engine.catalog.records import served_name
 from engine.errors import ConfigError, NotFound, ServiceError
-from engine.problems.procedural import TASKS, check_task
+from engine.problems.procedural import TASKS, VALIDATION, check_task
 from engine.services.lifecycle import mkl_cbwr
 from engine.serving.vllm_plugin.plugin import vllm_version
 from engine.settings.params import DIGEST12, Params, content_hash
@@ -110,11 +110,23 @@ def _check_prompts(params: Params, config: PolicyConfig, suite: Suite) -> None:
 
 
 def _copy_data(config: PolicyConfig, suite: Suite, files: Files) -> PolicyConfig:
-    """Copy training data and frozen items to `policy/`; return the settings that name the copy."""
-    shutil.copyfile(config.task, files.policy / "train.jsonl")
+    """Copy training data and frozen items to `policy/`; return the settings that name the copy.
+
+    Raises `ConfigError` for a policy that starts at a revision: that has been trained elsewhere.
+    """
+    if config.start:
+        raise ConfigError(
+            f"The policy starts at {config.start}, which `dvc repro` does not train. Set evaluate.revision "
+            "to the digest of a revision of the policy."
+        )
+    state = hashlib.sha256()
+    trained, looked_at = Path(config.task), Path(config.task).with_name(VALIDATION)
+    for source, name in ((trained, "train.jsonl"), (looked_at, VALIDATION)):
+        if source is trained or source.is_file():
+            shutil.copyfile(source, files.policy / name)
+            state.update(source.read_bytes())
     shutil.copyfile(suite.directory / ITEMS, files.policy / ITEMS)
-    with (files.policy / "train.jsonl").open("rb") as rows:
-        digest = hashlib.file_digest(rows, "sha256").hexdigest()
+    digest = state.hexdigest()
     # A digest and a relative path, so that the checkout's location has no effect.
     return config.model_copy(update={"task": "repro/policy/train.jsonl", "data_digest": digest})
 
@@ -148,8 +160,9 @@ def write_adapted(files: Files, note: Mapping[str, Any], curve: Collection[Mappi
     """Write `adapt.json`, and the learning curve as `curve.csv`: a row a step, without its seconds."""
     renew(files.adapt)
     write_json(files.adapt / "adapt.json", note)
-    values = [["" if row.get(name) is None else str(row[name]) for name in CURVE] for row in curve]
-    (files.adapt / "curve.csv").write_text("".join(",".join(row) + "\n" for row in [CURVE, *values]))
+    columns = [*CURVE, *(["held_out_loss"] if any(row.get("held_out_loss") for row in curve) else [])]
+    values = [["" if row.get(name) is None else str(row[name]) for name in columns] for row in curve]
+    (files.adapt / "curve.csv").write_text("".join(",".join(row) + "\n" for row in [columns, *values]))
 
 
 def take_revision(params: Params) -> None:

@@ -17,11 +17,11 @@ def write_starter(directory: Path) -> list[Path]:
     Raises `Conflict` if one of them is there already, `ConfigError` if there can be no such directory.
     """
     texts = {path.name: path.read_text() for path in sorted(FILES.iterdir())} | {"sums.jsonl": sums()}
-    if there := [name for name in texts if (directory / name).exists()]:
-        raise Conflict(
-            f"{directory} has a file {there[0]} already, and nothing is overwritten. Name another directory."
-        )
     try:
+        if there := [name for name in texts if (directory / name).exists()]:
+            raise Conflict(
+                f"{directory} has a file {there[0]} already, and nothing is overwritten. Name another directory."
+            )
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             (directory / name).write_text(text)

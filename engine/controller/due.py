@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.quality.estimate import interval
+from engine.settings.own_functions import LIKELIHOODS
 from engine.settings.policies import PolicyConfig
 
 DAY_S = 86_400.0
@@ -76,9 +77,12 @@ def drift(facts: Facts) -> str | None:
     """Return a sentence when users rate the champion below its offline score, else None.
 
     It has drifted when the upper limit of the online mean's 95% interval over the last `drift_after_s` lies
-    below the lower limit of the offline mean's. A champion younger than that window is not judged.
+    below the lower limit of the offline mean's. A champion younger than that window is not judged, nor one
+    whose offline score is a likelihood: users do not rate that.
     """
     window_s = facts.config.drift_after_s
+    if facts.config.verifier in LIKELIHOODS:
+        return None
     if not window_s or facts.champion_s < window_s or len(facts.online) < MIN_RATED or not facts.offline:
         return None
     (_, online_high), (offline_low, _) = interval(list(facts.online)), interval(list(facts.offline))

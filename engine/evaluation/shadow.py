@@ -29,7 +29,7 @@ SHADOWS = uuid.UUID("0f6f3c57-6f0c-5c43-9a43-64f7d5a4a7c1")
 MOST_WAITING, EVERY_S = 32, 0.05
 # Questions for each answer of users, how many are saved up, and how many pairs of answers are open at most.
 # Without a saved one the next may follow alone, after so many times the seconds that the last answer took.
-SHARE, MOST_SAVED, MOST_OPEN, ALONE_AFTER = 0.115, 4.0, 8, 4.0
+SHARE, MOST_SAVED, MOST_OPEN, ALONE_AFTER = 0.125, 4.0, 8, 4.0
 # Users' text is let go after so many seconds.
 OLDEST_S = 120.0
 # It rests for the first of these seconds in every so many, so that users are also met alone.

@@ -8,11 +8,11 @@ kept as JSON.
 import hashlib
 import heapq
 import json
-import os
 import sqlite3
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -63,6 +63,15 @@ def _exactly(row: JsonlRow, with_answers: bool) -> bytes:
     return hashlib.sha256(asked.encode()).digest()[:16]
 
 
+def split_hash(row: JsonlRow, are_examples: bool = False) -> bytes:
+    """Return the hash that a row is split by: of its question, of an example chat's first one.
+
+    Every answer of an example is learned, so chats that begin alike stay on one side.
+    """
+    asked = [one["content"] for one in row.messages if one["role"] == "user"]
+    return prompt_hash(asked[0] if are_examples and asked else row.question)
+
+
 def is_held_out(digest: bytes, share: float = HELD_OUT) -> bool:
     """Say whether a question is held out from training, which depends on the question alone."""
     return int.from_bytes(digest[:8], "big") / 2**64 < share
@@ -95,11 +104,10 @@ def import_file(
         if len(unused) < NOTED:
             unused.update(columns)
 
-    looked_at = (validation or Path(os.devnull)).open("wb")
     with (
         tempfile.TemporaryDirectory(dir=training.parent) as scratch,
         training.open("wb") as output,
-        looked_at,
+        validation.open("wb") if validation else nullcontext() as looked_at,
     ):
         seen = _SeenQuestions(Path(scratch) / "seen.db", source)
         for number, row in read_rows(source, check, verifier, note):
@@ -107,7 +115,7 @@ def import_file(
             if lines % EVERY == 0:
                 on_line(lines)
             on_row(number, row)
-            digest = prompt_hash(row.question)
+            digest = split_hash(row, validation is not None)
             # Questions that differ only in case are different, but on the same side of the split.
             if not seen.add(_exactly(row, validation is not None), number, row.answer):
                 duplicates += 1
@@ -117,7 +125,7 @@ def import_file(
                 heapq.heappush(smallest, (-int.from_bytes(digest, "big"), number, row))
                 if len(smallest) > items:
                     heapq.heappop(smallest)
-            elif validation and is_held_out(digest, HELD_OUT + VALIDATED):
+            elif looked_at and is_held_out(digest, HELD_OUT + VALIDATED):
                 line = row.to_json().encode() + b"\n"
                 state.update(line)
                 looked_at.write(line)

@@ -15,6 +15,7 @@ from decimal import Decimal
 from typing import Any, Literal, TypeGuard
 
 from engine.errors import ConfigError
+from engine.settings.own_functions import LIKELIHOODS
 
 Message = dict[str, str]
 # What a template renders: the text of a single user's message, or the messages of a chat.
@@ -78,7 +79,7 @@ def row_of(data: Any, where: str, verifier: str = "") -> JsonlRow:
         raise ConfigError(
             f"{where} must be an object with question and answer, not {type(data).__name__}. {SCHEMAS}."
         )
-    if "chosen" in data:
+    if data.get("chosen") is not None:
         data = _with_answers(data, where)
     question, messages, told = _prompt(data, where)
     answer = _expected(data, told, verifier, where)
@@ -98,7 +99,8 @@ def row_of(data: Any, where: str, verifier: str = "") -> JsonlRow:
 
 def kind_of(data: Any) -> Literal["pairs", "examples", "questions"]:
     """Return what a row of a file is: a pair, an example conversation, or a question with its answer."""
-    names = data.keys() if isinstance(data, dict) else set[str]()
+    row = data if isinstance(data, dict) else {}
+    names = {name for name, value in row.items() if value is not None}
     if "chosen" in names or "rejected" in names:
         return "pairs"
     return "questions" if "answer" in names else "examples"
@@ -125,14 +127,23 @@ def _with_answers(data: dict[str, Any], where: str) -> dict[str, Any]:
     sides = [data.get(name) for name in PAIR]
     chats = [[_message(turn, where) for turn in side] for side in sides if isinstance(side, list) and side]
     if len(chats) == len(sides):
+        if any(chat[-1]["role"] != "assistant" for chat in chats):
+            raise ConfigError(
+                f"{where} has a side that does not end with the assistant. End both with an answer."
+            )
         sides = [chat.pop()["content"] for chat in chats]
-        has_prompt = any(row.get(name) for name in (*TEXTUAL, *CHATS))
-        if any(chats) and (has_prompt or chats[0] != chats[1]):
+        prompt = next((row[name] for name in (*TEXTUAL, *CHATS) if row.get(name)), None)
+        # Some give the beginning of both sides once more, as the prompt's text.
+        is_told_twice = isinstance(prompt, str) and chats[0][-1:] == [{"role": "user", "content": prompt}]
+        if is_told_twice:
+            row = {name: value for name, value in row.items() if name not in (*TEXTUAL, *CHATS)}
+            prompt = None
+        if any(chats) and (prompt or chats[0] != chats[1]):
             raise ConfigError(
                 f"{where} has two prompts. Give the prompt once: in a column, or as the messages before the "
                 "last one, which must be the same in `chosen` and `rejected`."
             )
-        if not has_prompt:
+        if not prompt:
             row["messages"] = chats[0]
     if not all(map(_is_text, sides)):
         raise ConfigError(
@@ -183,6 +194,9 @@ def _asking(data: Mapping[str, Any]) -> str:
 def _expected(data: dict[str, Any], told: Any, verifier: str, where: str) -> str:
     """Return a row's answer as text: its column, else what the assistant said."""
     value = data.get("answer")
+    if told is not None and verifier in LIKELIHOODS:
+        # What is learned is what the assistant said, not what a verifier would have of it.
+        value = told
     if value is None and told is not None and verifier in RULES:
         raise ConfigError(
             f"{where} needs an `answer`: the verifier {verifier} takes a rule, not what an assistant said. "

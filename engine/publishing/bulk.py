@@ -252,8 +252,6 @@ class Registration:
         own: Places = {}
         refused: list[Registered] = []
         for _ in range(ATTEMPTS):
-            if not rows:
-                return refused
             known = self._whole(self._catalog.places.find(sorted({row.digest for row in rows} - damaged)))
             own |= self._append(rows, known | own)
             places = known | own
@@ -266,6 +264,8 @@ class Registration:
                 # Purged during this run; the other policies go on.
                 refused += [row.refused(purged(row.policy)) for row in rows if row.policy in error.policies]
                 rows = [row for row in rows if row.policy not in error.policies]
+                if not rows:
+                    return refused
                 continue
             fresh = own.keys() - known.keys()
             # Known rows without whole bytes have those that were just appended; a twin's row has them.

@@ -88,7 +88,8 @@ def training_curves(curves: Sequence[Curve]) -> Markup:
     has_rewards = len(losses) < sum(map(len, lines))
     name, most = ("reward", 1.0) if has_rewards else ("loss", max(max(bin.values("loss")) for bin in losses))
     above = Panel(x, Scale(0, most, 150, 22))
-    parts = [above.axes("", f"mean {name}", x_label=_nothing), *_names(above, curves, starts)]
+    label = "{:.0%}".format if has_rewards else _short
+    parts = [above.axes("", f"mean {name}", _nothing, label), *_names(above, curves, starts)]
     parts += [part for line in lines for part in _curve(above, line, name)]
     panels, bottom = [above], 150
     for strip in STRIPS:

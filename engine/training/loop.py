@@ -7,7 +7,7 @@ revision, or from the newest one when that revision has expired.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,7 @@ from engine.training.run import EnginesOf, Run, learning_rate, prepare
 from engine.training.run_health import refuse_collapse, refuse_without_signal, warning
 from engine.training.service.protocol import AdamParams, Exported, SessionInfo
 from engine.training.service.train_step import TrainStep
-from engine.training.supervised import best_session, has_stopped, supervised_step
+from engine.training.supervised import at_best, has_stopped, supervised_step
 
 # About 300 tokens with short answers: in bfloat16 a probe of 100 tokens refuses correct mixtures of experts.
 # All other policies wait while the trainer generates them.
@@ -78,15 +78,13 @@ def train(
                 on_step(session.history[-1])
             refuse_without_signal(run, session)
             refuse_collapse(run, session)
-        curve = session.history
-        if config.method in TAUGHT:
-            session = best_session(run, session)
-        exported = export_revision(run, session)
+        with at_best(run, session) if config.method in TAUGHT else nullcontext(session) as best:
+            exported = export_revision(run, best)
         run.client.close_session(session)
     assert exported.directory is not None
     seconds = monotonic() - began
     return Trained(
-        policy, session.session, exported.digest, exported.directory, exported.step, seconds, curve
+        policy, session.session, exported.digest, exported.directory, exported.step, seconds, session.history
     )
 
 

@@ -94,8 +94,9 @@ def prepare(
 
     refuse_unlisted("verifier", config.verifier, params.python_modules)
     refuse_unlisted("loss", config.loss, params.python_modules)
-    # A custom loss that cannot be loaded fails before the first rollout.
-    loss_of(config.loss)
+    if config.method == "grpo":
+        # A custom loss that cannot be loaded fails before the first rollout.
+        loss_of(config.loss)
     if config.rank > params.engine.max_rank:
         raise ConfigError(
             f"The policy {policy!r} has rank {config.rank}, and the engine serves up to "
@@ -109,7 +110,7 @@ def prepare(
     targets = shapes.targets_on(cuda_bytes() is not None)
     line = line_of(params.paths, policy, config, targets)
     base_name = Path(params.base.name).name
-    replays = config.router_replay and bool(shapes.experts)
+    replays = config.method == "grpo" and config.router_replay and bool(shapes.experts)
     if replays and not params.engine.routed_experts:
         raise ConfigError(
             f"The policy {policy!r} has router_replay, and the engine does not record experts. Set "

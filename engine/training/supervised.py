@@ -6,6 +6,7 @@ session is stored at its best look, and exported as it was there.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from math import ceil, exp, fsum, inf, log1p
@@ -34,7 +35,7 @@ from engine.training.service.train_step import TrainStep
 
 # Looks at the held-out loss in a run, and the rows that each reads.
 LOOKS, LOOKED_AT = 10, 64
-BEST = "best"
+BEST, END = "best", "end"
 # For the engine's answer to one row, on a slow machine.
 TIMEOUT_S = 120.0
 
@@ -59,7 +60,8 @@ def taught(source: Source, problem: Problem) -> Iterator[Datum]:
         return
     turns: Sequence[Message] = problem.messages
     for number, turn in enumerate(turns):
-        if turn["role"] == "assistant":
+        # A greeting that nobody has asked for has no prompt.
+        if turn["role"] == "assistant" and any(one["role"] == "user" for one in turns[:number]):
             yield answer_datum(
                 source.prompt_ids(turns[:number]), answer_ids(source.tokenizer, turn["content"])
             )
@@ -81,7 +83,6 @@ def supervised_step(run: Run, session: SessionInfo) -> SessionInfo:
     """Take one step: a look where one is due, rows, gradients, optimizer step, record."""
     config, client, began = run.config, run.client, monotonic()
     loss = look_at(run, session) if session.step % looks_every(config.steps) == 0 else None
-    looked = monotonic()
     problems, position = run.source.problems(session.position)
     data = [datum for problem in problems for datum in taught(run.source, problem)]
     update = client.forward_backward(session, data, config.loss_fn, run.loss_settings)["metrics"]
@@ -93,10 +94,9 @@ def supervised_step(run: Run, session: SessionInfo) -> SessionInfo:
         loss_fn=config.loss_fn,
         held_out_loss=loss,
         **update,
-        reward_s=looked - began,
-        update_s=learned - looked,
+        update_s=learned - began,
         backpressure_s=client.backpressure_s.pop(session.session, 0.0),
-        tokens_per_s=update["tokens"] / (learned - looked),
+        tokens_per_s=update["tokens"] / (learned - began),
     )
     row = asdict(step)
     adam = AdamParams(learning_rate=learning_rate(config, session.step))
@@ -157,8 +157,8 @@ def base_sums(run: Run, data: Sequence[Datum]) -> list[float]:
 
 
 def looks_every(steps: int) -> int:
-    """Return after how many steps a run looks at its held-out loss again."""
-    return ceil(steps / LOOKS)
+    """Return after how many steps a run looks at its held-out loss again: a look costs a part of a step."""
+    return max(2, ceil(steps / LOOKS))
 
 
 def looks_of(session: SessionInfo) -> list[Look]:
@@ -173,11 +173,21 @@ def has_stopped(config: PolicyConfig, session: SessionInfo) -> bool:
     return bool(config.patience and losses) and len(losses) - 1 - losses.index(min(losses)) >= config.patience
 
 
-def best_session(run: Run, session: SessionInfo) -> SessionInfo:
-    """Return the trained session as it was at its best look; with `patience` 0 as it is."""
+@contextmanager
+def at_best(run: Run, session: SessionInfo) -> Iterator[SessionInfo]:
+    """Give the trained session as it was at its best look; with `patience` 0, or without looks, as it is.
+
+    Afterwards it stands at its end again, so that a run of the same settings finds nothing to train.
+    """
     looks = [look for look in looks_of(session) if look.step]
     if not looks or not run.config.patience:
-        return session
+        yield session
+        return
     last, best = look_at(run, session), min(look.loss for look in looks)
     assert last is not None
-    return session if last <= best else run.client.load_state(session, BEST)
+    if last <= best:
+        yield session
+        return
+    run.client.save_state(session, END)
+    yield run.client.load_state(session, BEST)
+    run.client.load_state(session, END)

@@ -6,8 +6,9 @@ set -eu
 
 examples=$(dirname "$0")/pirate.jsonl
 state=.graftwork/try-real
+# State of its own, and new: nothing of it gets into your policies.
+rm -rf "$state"
 mkdir -p "$state"
-# State of its own: nothing of it gets into your policies.
 cat > "$state/params.yaml" << 'END'
 base:
   name: smollm2-135m

@@ -87,16 +87,22 @@ def frozen(params: Params, tiny_base: Path, verifier: str) -> Suite:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("template_end", ["", "\n"])
 def test_the_likelihood_of_an_answer_is_that_of_its_tokens_and_its_end(
-    params: Params, tiny_base: Path
+    params: Params, tiny_base: Path, template_end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also after a prompt that ends in white space, as ChatML's do."""
+    given = prompt_text
+    monkeypatch.setitem(globals(), "prompt_text", lambda *asked: given(*asked) + template_end)
     suite, tokenizer = frozen(params, tiny_base, "likelihood"), tokenizer_of(tiny_base)
     scored = score(params, "mine", "d" * 64, "mine", "key")
-    means = [
-        sum(map(chance, ids)) / len(ids) for ids in (answer_ids(tokenizer, one.answer) for one in PROBLEMS)
-    ]
+    answers = [answer_ids(tokenizer, one.answer) for one in PROBLEMS]
+    means = [sum(map(chance, ids)) / len(ids) for ids in answers]
     assert [item.score for item in scored.items] == pytest.approx([math.exp(mean) for mean in means])
-    assert scored.held_out_loss == pytest.approx(-sum(means) / len(means))
+    # The mean over tokens, as a look has it while a policy is trained.
+    assert scored.held_out_loss == pytest.approx(
+        -sum(sum(map(chance, ids)) for ids in answers) / sum(map(len, answers))
+    )
     # All items in one request, each with its prompt and answer as training has them.
     (body,) = Handler.bodies
     wanted = [

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from engine.base.resident import ensure_base
-from engine.catalog.opening import open_catalog
-from engine.errors import BaseModelError, ConfigError, Conflict
+from engine.catalog.catalog import Base, Policy, migrate
+from engine.catalog.opening import open_catalog, whole_catalog
+from engine.errors import BaseModelError, ConfigError, Conflict, NotFound
 from engine.problems.jsonl import read_rows
 from engine.problems.verifiers import RULES
 from engine.settings.params import BaseConfig, Params, known_policies, load_params
@@ -18,6 +19,7 @@ from tasks.policies import create_policy, describe, worked_examples
 from tasks.suites import SUITES, load_suite
 from tests.helpers.command_line import graftwork
 from tests.helpers.repository import ROOT
+from tests.helpers.rows import make_revision
 
 
 @pytest.fixture
@@ -234,8 +236,22 @@ def test_newer_data_keep_the_method_and_count_the_steps_anew(params: Params, tmp
     assert not create_policy(params, "chatty", source).changed
     # Then by reinforcement, from what was learned.
     more = {"method": "grpo", "start": "chatty@0123456789ab"}
-    create_policy(params, "chatty", data(tmp_path / "q.jsonl"), "exact", settings=more)
+    questions = data(tmp_path / "q.jsonl")
+    with pytest.raises(NotFound):
+        create_policy(params, "chatty", questions, "exact", settings=more)
+    base = ensure_base(params.base, params.paths).digest
+    revision = make_revision("ab" * 32, policy="chatty", base=base, owner="local", state="exported")
+    migrate(params.paths.catalog_url)
+    with whole_catalog(params.paths.catalog_url) as catalog:
+        catalog.bases.add(Base(base, "tiny", str(params.base.name), 1.0))
+        catalog.policies.add(Policy("chatty", base, {}, "local", 1.0))
+        catalog.revisions.add_many([revision])
+    digest = revision.digest
+    more = {"method": "grpo", "start": f"chatty@{digest[:12]}"}
+    create_policy(params, "chatty", questions, "exact", settings=more)
     assert (params.policy("chatty").method, params.policy("chatty").start) == ("grpo", more["start"])
+    with pytest.raises(ConfigError, match="--rank 8"):
+        create_policy(params, "other", questions, "exact", settings={**more, "rank": 4})
 
 
 @pytest.mark.parametrize(
@@ -246,6 +262,12 @@ def test_newer_data_keep_the_method_and_count_the_steps_anew(params: Params, tmp
         ({"method": "grpo"}, "likelihood", "needs a verifier"),
         ({"epochs": 0}, None, "`epochs`"),
         ({"start": "chatty"}, None, "POLICY@DIGEST"),
+        ({"loss": "gspo"}, None, "does not read loss"),
+        ({"group_size": 4}, None, "does not read group_size"),
+        ({"epochs": 2, "steps": 7}, None, "either --epochs or --steps"),
+        ({"groups": 1, "epochs": 1000}, None, "`steps`"),
+        ({"method": "sft"}, "numeric", "verifier numeric"),
+        ({"method": "dpo"}, "exact", r"d\.jsonl:1 needs `chosen` and `rejected`"),
     ],
 )
 def test_a_method_without_its_data_is_refused(
@@ -257,8 +279,34 @@ def test_a_method_without_its_data_is_refused(
 
 def test_examples_that_do_not_fit_the_context_are_named(params: Params, tmp_path: Path) -> None:
     source = examples(tmp_path / "d.jsonl", rejected="word " * 100_000)
-    with pytest.raises(ConfigError, match=r"in lines 1, 2, 3, 4, 5 and 195 more.*microbatch_tokens"):
+    with pytest.raises(ConfigError, match=r"in lines 1, 2, 3, 4, 5 and 195 more.*engine\.max_model_len"):
         create_policy(params, "mine", source)
+
+
+@pytest.mark.parametrize("answer", ["", " "])
+def test_an_empty_answer_is_not_learned(params: Params, tmp_path: Path, answer: str) -> None:
+    source = data(tmp_path / "d.jsonl", answer=answer)
+    with pytest.raises(ConfigError, match=r"d\.jsonl:1: .*empty"):
+        create_policy(params, "mine", source, settings={"method": "sft"})
+
+
+def test_pairs_are_not_for_grpo(params: Params, tmp_path: Path) -> None:
+    source = examples(tmp_path / "d.jsonl", rejected="?")
+    with pytest.raises(ConfigError, match="--method dpo or sft"):
+        create_policy(params, "mine", source, "exact", settings={"method": "grpo"})
+
+
+def test_another_method_does_not_keep_the_values_of_the_one_before(params: Params, tmp_path: Path) -> None:
+    pairs = examples(tmp_path / "d.jsonl", rejected="?")
+    create_policy(params, "mine", pairs, settings={"rank": 4})
+    assert params.policy("mine").lr == pytest.approx(2e-4)
+    create_policy(params, "mine", pairs, settings={"method": "sft"})
+    config = params.policy("mine")
+    assert (config.lr, config.epochs, config.verifier, config.rank) == (2e-3, 3, "likelihood", 4)
+    # Steps that were given are kept, also those that are the default.
+    create_policy(params, "mine", pairs, settings={"steps": 20})
+    create_policy(params, "mine", examples(tmp_path / "e.jsonl"))
+    assert (params.policy("mine").steps, params.policy("mine").epochs) == (20, None)
 
 
 def test_worked_examples_come_from_any_file_but_are_no_chats(tmp_path: Path) -> None:

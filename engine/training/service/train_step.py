@@ -60,7 +60,7 @@ class TrainStep:
     ] = None
     loss: Annotated[float | None, "Loss of the last step."] = None
     # Of rows that are not trained on; only at the steps before which a run looks.
-    held_out_loss: Annotated[float | None, "Held-out loss before the last step, nats."] = None
+    held_out_loss: float | None = None
     grad_norm: Annotated[float | None, "Norm of the last step's gradients before clipping."] = None
     length_mean: Annotated[float | None, "Mean length of the last step's answers, tokens."] = None
     length_max: Annotated[int | None, "Length of the last step's longest answer, tokens."] = None

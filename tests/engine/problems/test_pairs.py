@@ -22,8 +22,9 @@ MOON = {"role": "assistant", "content": "The moon."}
         {"prompt": "Which is warmer?", "chosen": "The sun.", "rejected": "The moon."},
         {"question": "Which is warmer?", "chosen": [SUN], "rejected": [MOON]},
         {"prompt": [USER], "chosen": [SUN], "rejected": [MOON]},
-        # The prompt is in both sides, as in UltraFeedback.
+        # The prompt is in both sides, and as in UltraFeedback once more beside them.
         {"chosen": [USER, SUN], "rejected": [USER, MOON]},
+        {"prompt": "Which is warmer?", "chosen": [USER, SUN], "rejected": [USER, MOON]},
     ],
 )
 def test_every_form_of_a_pair_is_the_same_row(data: Mapping[str, Any]) -> None:
@@ -43,6 +44,19 @@ def test_a_frozen_item_keeps_its_worse_answer() -> None:
 def test_what_a_row_is() -> None:
     assert kind_of({"messages": [USER, SUN]}) == kind_of({"prompt": "a", "completion": "b"}) == "examples"
     assert kind_of({"question": "a", "answer": "b"}) == "questions"
+    # A table has every column in each row.
+    nulls = {"chosen": None, "rejected": None, "answer": None}
+    assert kind_of({"messages": [USER, SUN], **nulls}) == "examples"
+    assert row_of({"messages": [USER, SUN], **nulls}, "f:1", "likelihood").answer == "The sun."
+
+
+def test_what_is_learned_is_what_the_assistant_said() -> None:
+    """A verifier's answer beside it, or within it, is for a verifier."""
+    worked = "Half of 8 is 4.\n#### 4"
+    assert row_of({"question": "?", "answer": worked}, "f:1", "likelihood").answer == worked
+    chat = {"messages": [USER, SUN], "answer": "sun"}
+    assert row_of(chat, "f:1", "likelihood").answer == "The sun."
+    assert row_of(chat, "f:1", "exact").answer == "sun"
 
 
 @pytest.mark.parametrize(
@@ -55,6 +69,7 @@ def test_what_a_row_is() -> None:
         ({"chosen": "b", "rejected": "c"}, "question"),
         ({"chosen": [USER, SUN], "rejected": [{**USER, "content": "?"}, MOON]}, "two prompts"),
         ({"prompt": "a", "chosen": [USER, SUN], "rejected": [USER, MOON]}, "two prompts"),
+        ({"chosen": [USER, SUN, USER], "rejected": [USER, MOON, USER]}, "end with the assistant"),
         (
             {"prompt": "a", "chosen": [USER, {**SUN, "content": " "}], "rejected": [USER, MOON]},
             "without text",
@@ -80,6 +95,20 @@ def test_a_pair_that_is_none_is_refused(data: Mapping[str, Any], fault: str) -> 
 def test_an_example_that_is_none_is_refused(turns: list[Any], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         row_of({"messages": turns}, "f:1", "likelihood")
+
+
+def test_chats_that_begin_alike_stay_on_one_side(tmp_path: Path) -> None:
+    """Each of their answers is learned, so a later one may not be held out where the first is not."""
+    source = tmp_path / "d.jsonl"
+    rows = []
+    for n in range(200):
+        short = [{**USER, "content": f"What is {n}?"}, SUN]
+        rows += [{"messages": short}, {"messages": [*short, {**USER, "content": f"And then {n}?"}, MOON]}]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    training = tmp_path / "train.jsonl"
+    import_file(source, training, 40, verifier="likelihood", validation=tmp_path / "validation.jsonl")
+    trained = [row for _, row in read_rows(training)]
+    assert 2 * len({row.question.split("?")[0] for row in trained}) == len(trained)
 
 
 WORDS = ("Sag {}!", "Скажи {}.", "说 {}。", "قل {}", "{} बोलो")

@@ -51,6 +51,12 @@ def test_every_turn_of_the_assistants_is_learned_after_the_prompt_that_it_is_ser
         assert tokens[-1] == source.tokenizer.eos_token_id
 
 
+def test_a_greeting_that_nobody_asked_for_is_not_learned(source: Any) -> None:
+    greeting = {"role": "assistant", "content": "Hello!"}
+    (only,) = taught(source, Problem("t", "", "5", messages=(greeting, TURNS[0])))
+    assert learned(only)[0] == source.prompt_ids((greeting, TURNS[0]))
+
+
 def test_of_a_pair_the_better_answer_comes_first(source: Any) -> None:
     """SFT learns the better one alone."""
     problem = Problem("t", "2 + 3 =", "5", rejected="7")
@@ -93,7 +99,7 @@ def test_a_run_stops_after_so_many_looks_without_a_better_one(
 
 def test_a_row_has_the_look_before_its_step() -> None:
     assert [(look.step, look.loss) for look in looks_of(session(3.0, None, 1.0))] == [(0, 3.0), (2, 1.0)]
-    assert [looks_every(steps) for steps in (1, 10, 11, 45, 1000)] == [1, 1, 2, 5, 100]
+    assert [looks_every(steps) for steps in (1, 10, 20, 45, 1000)] == [2, 2, 2, 5, 100]
 
 
 def test_what_scores_by_probabilities_judges_no_answers() -> None:
