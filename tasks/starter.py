@@ -20,7 +20,8 @@ def write_starter(directory: Path) -> list[Path]:
     try:
         if there := [name for name in texts if (directory / name).exists()]:
             raise Conflict(
-                f"{directory} has a file {there[0]} already, and nothing is overwritten. Name another directory."
+                f"{directory} has a file {there[0]} already, and nothing is overwritten. Name another "
+                "directory."
             )
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
