@@ -125,7 +125,7 @@ def test_a_version_carries_the_tags_and_the_curve(params, base, tmp_path):
 
 def test_every_number_of_every_step_is_a_point_of_the_runs_metrics(params, base, tmp_path):
     curve = [step_row(step) for step in range(1, 61)]
-    curve[40] |= {"kl": None, "masked": {"outlier": 1}}
+    curve[40] |= {"kl": None, "masked": {"outlier": 1}, "held_out_loss": 1.25}
     directory = make_revision(tmp_path, base, "curve", seed=5)
     version = register(params, "curve", directory, curve)
     client = MlflowClient(params.url("mlflow"), params.url("mlflow"))

@@ -317,7 +317,7 @@ def test_the_offline_score_is_paired_by_item(controller: Controller, users: User
     worse = controller.decisions.start("sorting", THIRD, {}, {}, "me")
     controller.tick()
     ended = controller.catalog.releases.get(worse.id)
-    score = {"items": 2, "revision": 0.0, "baseline": 1.0, "low": -1.0}
+    score = {"items": 2, "revision": 0.0, "baseline": 1.0, "low": -1.0, "verifier": ""}
     assert (ended.state, ended.evidence["score"]) == ("held", score)
     assert controller.catalog.routes.get("sorting").canary is None
 

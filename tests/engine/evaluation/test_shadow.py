@@ -278,10 +278,9 @@ def test_it_asks_a_share_of_users_answers(shadow: Shadow, monkeypatch: pytest.Mo
         assert eventually(lambda: len(engine.asked) == asked)
 
     monkeypatch.setattr("engine.evaluation.shadow.MOST_OPEN", 4)
-    monkeypatch.setattr("engine.evaluation.shadow.SHARE", 0.1)
     # The first may always be asked, alone.
     for asked in range(1, 5):
-        take(1 if asked == 1 else 5, asked)
+        take(1 if asked == 1 else 4, asked)
         time.sleep(2 * EVERY_S)
         assert len(engine.asked) == asked
     take(10, 4)

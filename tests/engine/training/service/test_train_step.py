@@ -20,7 +20,7 @@ from engine.training import loop, rollout_data
 from engine.training.line_of_training import Line
 from engine.training.loop import grpo_step, open_session
 from engine.training.rollout_data import Drawn, Sampler
-from engine.training.run import Run
+from engine.training.run import FOR_RESTARTS, Run
 from engine.training.sample_groups import Sample
 from engine.training.service.app import load_trainer, make_app
 from engine.training.service.client import TrainerClient
@@ -152,14 +152,13 @@ def test_every_metric_of_the_loops_steps_is_in_every_place(run: Run) -> None:
     for _ in range(2):
         session = grpo_step(run, session)
     rows = [
-        {name: value for name, value in row.items() if name not in loop.FOR_RESTARTS}
-        for row in session.history
+        {name: value for name, value in row.items() if name not in FOR_RESTARTS} for row in session.history
     ]
     assert [row["step"] for row in rows] == [1, 2]
     assert [row["backpressure_s"] for row in rows] == [0.75, 0.0]
     assert set(step_row(1)) == set(rows[0])
     # The first step was drawn by the base, which has no experts.
-    unknown = {"digest", "out_of_route", "collapse"}
+    unknown = {"digest", "out_of_route", "collapse", "held_out_loss"}
     assert all({name for name, value in row.items() if value is None} == unknown for row in rows)
     assert (rows[0]["reward"], rows[0]["reward_std"], rows[0]["zero_spread"]) == (
         0.375,
