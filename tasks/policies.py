@@ -5,55 +5,48 @@ with the change log, and `policy.yaml` with the policy's own settings. It is wri
 that is held out stays held out when more data is added.
 """
 
-import json
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
-from pydantic import ValidationError
 
 from engine.base.fitting import fitted_policy, fitting_settings
 from engine.base.prompts import answer_ids, prompt_text, tokenizer_of
 from engine.base.resident import BaseInfo, base_config, ensure_base
-from engine.errors import BaseModelError, ConfigError, Conflict, NotFound
+from engine.errors import ConfigError, Conflict, NotFound
 from engine.problems.general_text import GENERAL
-from engine.problems.jsonl import Check, Import, import_file, read_rows, split_hash
+from engine.problems.jsonl import Import, import_file, read_rows, split_hash
 from engine.problems.procedural import VALIDATION, Problem
-from engine.problems.readers import read_file
-from engine.problems.rows import Asked, JsonlRow, kind_of
-from engine.problems.verifiers import Verifier, foreign_reference
-from engine.problems.written_numbers import bare_number
+from engine.problems.rows import Asked, JsonlRow
+from engine.problems.verifiers import Verifier
 from engine.services import lifecycle as services
-from engine.settings.model import explain
 from engine.settings.own_functions import LIKELIHOODS, load_own, refuse_unlisted
 from engine.settings.params import POLICY_NAME, Params, policy_file
-from engine.settings.policies import TAUGHT, Method, PolicyConfig
+from engine.settings.policies import TAUGHT, PolicyConfig
+from tasks.policy_methods import (
+    SCORED_BY,
+    check_for,
+    kept_settings,
+    method_of,
+    refuse_start,
+    refuse_unread,
+    valid_policy,
+    with_steps,
+)
 from tasks.prompt_limits import PromptLimits
 from tasks.purge_record import reuse_purged_name
 from tasks.suites import Suite, freeze, load_suite
 
 TRAINING = "train.jsonl"
-# What a change of the method does not keep, and what a method does not read.
-OF_A_METHOD = ("method", "verifier", "steps", "epochs", "lr", "loss", "loss_config")
-UNREAD = {"grpo": ("epochs",), "taught": ("loss", "loss_config", "group_size")}
-# Passes over the data where none are given, and DPO's learning rate over the other methods': it moves away
-# from the base much faster.
-LIKELIHOOD_OF: dict[str, str] = {"sft": "likelihood", "dpo": "preference"}
-EPOCHS, DPO_RATE = {"sft": 3, "dpo": 1}, 0.1
 LOCK_S = 60
-NOTHING = (
-    "The expected answer is empty, so a text that says nothing would be right. Write it, or drop the line."
-)
 WRITER = "graftwork policy create"
 README = """\
 # {name}
@@ -110,9 +103,9 @@ def create_policy(
     if known and method == known.get("method", "grpo"):
         verifier = verifier or known.get("verifier")
     method, verifier = method_of(data, verifier, method)
-    known = _kept(params, name, method)
-    config = _settings(params, name, verifier, owner, {**settings, "method": method})
-    _refuse_start(params, config)
+    known = kept_settings(known, method)
+    config = _settings(params, name, verifier, owner, known, {**settings, "method": method})
+    refuse_start(params, config)
     refuse_unlisted("verifier", config.verifier, params.python_modules)
     if config.verifier not in LIKELIHOODS:
         Verifier(config).close()
@@ -127,12 +120,13 @@ def create_policy(
         _refuse_taken(params, name, owner, base)
         tokenizer = tokenizer_of(_known_base(params).path)
         limits = PromptLimits(params, config, tokenizer, data)
-        check, training = check_for(LIKELIHOOD_OF.get(method, verifier)), Path(draft) / TRAINING
-        looked_at = training.with_name(VALIDATION) if method in TAUGHT else None
-        reads = LIKELIHOOD_OF.get(method, verifier)
-        imported = import_file(data, training, items, check, on_progress, reads, limits.add, looked_at)
+        training, rule = Path(draft) / TRAINING, SCORED_BY.get(method, verifier)
+        validation = training.with_name(VALIDATION) if method in TAUGHT else None
+        imported = import_file(
+            data, training, items, check_for(rule), on_progress, rule, limits.add, validation
+        )
         limits.refuse()
-        config = _with_steps(params, known, config, imported, settings)
+        config = with_steps(params, known, config, imported, settings)
         created = _write(params, name, config, imported, Path(draft), data, tokenizer)
     _register(params, name)
     return created
@@ -181,17 +175,21 @@ def _known_base(params: Params) -> BaseInfo:
 
 
 def _settings(
-    params: Params, name: str, verifier: str, owner: str, settings: Mapping[str, Any]
+    params: Params,
+    name: str,
+    verifier: str,
+    owner: str,
+    own: Mapping[str, Any],
+    settings: Mapping[str, Any],
 ) -> PolicyConfig:
-    """Return the policy's settings: its own file's, then those of `settings`."""
+    """Return the policy's settings: its own file's (`own`), then those of `settings`."""
     if verifier == "contract":
         raise ConfigError("The verifier `contract` is for generated tasks. Use exact, numeric or another.")
-    own = _kept(params, name, settings.get("method"))
-    fields = own | {"task": TRAINING, "suite": name, "verifier": verifier, "owner": owner} | dict(settings)
+    fields = {**own, "task": TRAINING, "suite": name, "verifier": verifier, "owner": owner, **settings}
     if "loss_config" in fields:
         fields["loss_config"] = own.get("loss_config", {}) | settings.get("loss_config", {})
-    config = _valid(fields)
-    _refuse_unread(config, settings)
+    config = valid_policy(fields)
+    refuse_unread(config, settings)
     if config.rank > params.engine.max_rank:
         raise ConfigError(
             f"The rank is {config.rank}, and the engine serves up to {params.engine.max_rank}. Lower it, or "
@@ -201,104 +199,6 @@ def _settings(
         refuse_unlisted("loss", config.loss, params.python_modules)
         load_own("loss", config.loss, "tokens, options")
     return config
-
-
-def method_of(source: Path, verifier: str | None, method: Method | None) -> tuple[Method, str]:
-    """Return the method and the verifier of a policy with this data, each as given or as the data suggest.
-
-    Raises `ConfigError` where the data leave it open, or do not fit the method.
-    """
-    kind = kind_of(next(read_file(source))[1])
-    if method == "grpo" and kind == "pairs":
-        raise ConfigError(
-            f"{source} has pairs of answers, from which the method dpo learns, or sft the better one. Give "
-            "--method dpo or sft, or questions with one answer."
-        )
-    if method == "dpo" or (kind == "pairs" and method is None):
-        return "dpo", verifier or "preference"
-    if method == "sft" or (method is None and verifier is None and kind == "examples"):
-        return "sft", verifier or "likelihood"
-    if verifier is None:
-        raise ConfigError(
-            f"{source} has questions with answers. Give --verifier, such as exact or numeric, to train by "
-            "reinforcement learning (grpo), or --method sft to learn the answers as they are written."
-        )
-    return "grpo", verifier
-
-
-def _with_steps(
-    params: Params,
-    known: Mapping[str, Any],
-    config: PolicyConfig,
-    imported: Import,
-    settings: Mapping[str, Any],
-) -> PolicyConfig:
-    """Return the settings with the steps of all epochs, unless steps were given, and with DPO's rate."""
-    if config.method not in TAUGHT:
-        return config
-    more: dict[str, Any] = {}
-    has_steps = "steps" in settings or ("steps" in known and "epochs" not in {*known, *settings})
-    if has_steps:
-        more = {"epochs": None, "steps": config.steps}
-    else:
-        epochs = config.epochs or EPOCHS[config.method]
-        more = {"epochs": epochs, "steps": ceil(epochs * imported.training / config.groups)}
-    if config.method == "dpo" and "lr" not in {*known, *settings}:
-        fitting = fitting_settings(base_config(params.base, params.paths))
-        more["lr"] = fitting.get("lr", config.lr) * DPO_RATE
-    return _valid(config.model_dump(exclude_unset=True) | more)
-
-
-def _valid(fields: Mapping[str, Any]) -> PolicyConfig:
-    try:
-        return PolicyConfig.model_validate(fields)
-    except ValidationError as error:
-        raise ConfigError(f"The policy is not valid. {explain(error, PolicyConfig)}") from None
-
-
-def _kept(params: Params, name: str, method: Method | None) -> dict[str, Any]:
-    """Return a policy's own settings; with another method not those whose values are of the one before."""
-    own = _own(params, name)
-    if method in (None, own.get("method", "grpo")):
-        return own
-    return {key: value for key, value in own.items() if key not in OF_A_METHOD}
-
-
-def _refuse_start(params: Params, config: PolicyConfig) -> None:
-    """Raise unless the revision at which training starts is one, of this rank on this base.
-
-    Raises `NotFound` for an unknown one, `ConfigError` for another rank, `BaseModelError` for another base.
-    """
-    from engine.catalog.opening import open_catalog
-
-    if not config.start:
-        return
-    policy, _, digest = config.start.partition("@")
-    if not params.paths.has_catalog:
-        raise NotFound(f"There is no revision {config.start}: nothing has been trained here yet.")
-    with open_catalog(params.paths) as catalog:
-        start = catalog.revisions.get(policy, digest)
-    if start.rank != config.rank:
-        raise ConfigError(
-            f"{config.start} has the rank {start.rank}, and the policy the rank {config.rank}. Give "
-            f"--rank {start.rank}."
-        )
-    if start.base != ensure_base(params.base, params.paths).digest:
-        raise BaseModelError(f"{config.start} is of another base than {params.base.name!r}.")
-
-
-def _refuse_unread(config: PolicyConfig, settings: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a given setting that the method does not read."""
-    unread = UNREAD["grpo" if config.method == "grpo" else "taught"]
-    if given := sorted(name for name in unread if settings.get(name) is not None):
-        raise ConfigError(f"The method {config.method} does not read {', '.join(given)}. Leave it out.")
-    if settings.get("epochs") and settings.get("steps"):
-        raise ConfigError("Epochs are so many steps, too. Give either --epochs or --steps.")
-    if config.method in TAUGHT and config.verifier in ("numeric", "regex", "json-schema"):
-        raise ConfigError(
-            f"The verifier {config.verifier} compares with a number or a rule, and {config.method} learns "
-            "the answers as they are written. Choose exact, python:MODULE:FUNC, or none."
-        )
 
 
 def worked_examples(source: Path) -> list[dict[str, str]]:
@@ -311,48 +211,6 @@ def worked_examples(source: Path) -> list[dict[str, str]]:
             )
         shown.append({"question": row.question, "answer": row.answer})
     return shown
-
-
-def check_for(verifier: str) -> Check:
-    """Return a function that says why an expected answer does not fit the verifier; None when it fits."""
-
-    def exact(answer: str) -> str | None:
-        return None if answer.strip() else NOTHING
-
-    def numeric(answer: str) -> str | None:
-        if bare_number(answer) is not None:
-            return None
-        return (
-            f"The verifier numeric needs one number as answer, not {answer[:40]!r}. Write it without unit or "
-            "percent sign, and with a point before its decimals: 1234.5, -7, 1/2 or 1.5e-3."
-        )
-
-    def regex(answer: str) -> str | None:
-        if not answer.strip():
-            return NOTHING
-        try:
-            re.compile(answer)
-        except re.error as error:
-            return f"The answer is not a regular expression: {error}."
-        return None
-
-    def json_schema(answer: str) -> str | None:
-        from jsonschema import SchemaError, validators
-
-        try:
-            schema = json.loads(answer)
-            validators.validator_for(schema).check_schema(schema)
-        except (ValueError, SchemaError, AttributeError) as error:
-            return f"The answer is not a JSON schema: {str(error).splitlines()[0]}."
-        if (reference := foreign_reference(schema)) is not None:
-            return f"The schema refers to {reference!r}. Nothing is fetched: put it into the schema's $defs."
-        return None
-
-    checks: dict[str, Check] = {
-        "exact": exact, "likelihood": exact, "preference": exact, "numeric": numeric, "regex": regex,
-        "json-schema": json_schema,
-    }  # fmt: skip
-    return checks.get(verifier, lambda answer: None)
 
 
 def _refuse_other_owner(params: Params, name: str, owner: str) -> None:

@@ -120,8 +120,8 @@ def _copy_data(config: PolicyConfig, suite: Suite, files: Files) -> PolicyConfig
             "to the digest of a revision of the policy."
         )
     state = hashlib.sha256()
-    trained, looked_at = Path(config.task), Path(config.task).with_name(VALIDATION)
-    for source, name in ((trained, "train.jsonl"), (looked_at, VALIDATION)):
+    trained, validated = Path(config.task), Path(config.task).with_name(VALIDATION)
+    for source, name in ((trained, "train.jsonl"), (validated, VALIDATION)):
         if source is trained or source.is_file():
             shutil.copyfile(source, files.policy / name)
             state.update(source.read_bytes())

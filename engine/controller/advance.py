@@ -15,6 +15,7 @@ from engine.quality.budget import ErrorBudget
 from engine.quality.canary import CanaryResult
 from engine.quality.sequential import least_pairs
 from engine.quality.shadow import ShadowResult
+from engine.settings.own_functions import LIKELIHOODS
 from engine.settings.releases import LOAD_S, ReleaseConfig
 
 Kind = Literal["wait", "next_gate", "ask", "start_canary", "next_step", "promote", "rollback", "hold"]
@@ -22,12 +23,6 @@ Kind = Literal["wait", "next_gate", "ask", "start_canary", "next_step", "promote
 SKIPPABLE = ("score", "shadow", "canary")
 # The share by which a revision's perplexity on general text may be above the base's.
 GENERAL_MARGIN = 0.05
-
-# What an offline score is without a verifier of answers, by what stands in its place.
-SCORES = {
-    "likelihood": "The likelihood of held-out answers",
-    "preference": "The share of held-out pairs whose better answer is likelier",
-}
 
 
 @dataclass(frozen=True)
@@ -42,11 +37,6 @@ class OfflineScore:
     baseline: float
     low: float = -1.0
     verifier: str = ""
-
-    @property
-    def name(self) -> str:
-        """What was scored, in words."""
-        return SCORES.get(self.verifier, "The offline score")
 
 
 @dataclass(frozen=True)
@@ -165,17 +155,17 @@ def _score(release: Release, evidence: Evidence) -> Action:
     score = evidence.score
     if score is None or score.items == 0:
         return Action("hold", "Revision and baseline have no scored items in common. Score both first.")
-    change = score.revision - score.baseline
+    name, change = LIKELIHOODS.get(score.verifier, "The offline score"), score.revision - score.baseline
     figures = f"{score.baseline:.3f} to {score.revision:.3f} on {score.items} items"
     if settings.feedback == "none" and score.low < -settings.score_margin:
         return Action(
             "hold",
-            f"{score.name} went from {figures}, and may have fallen by {-score.low:.3f}. Without "
+            f"{name} went from {figures}, and may have fallen by {-score.low:.3f}. Without "
             f"feedback it decides, and {settings.score_margin:g} is allowed: score more items.",
         )
     if change < -settings.score_margin:
-        return Action("hold", f"{score.name} fell from {figures}; {settings.score_margin:g} is allowed.")
-    return _language(evidence.language, f"{score.name} went from {figures}.")
+        return Action("hold", f"{name} fell from {figures}; {settings.score_margin:g} is allowed.")
+    return _language(evidence.language, f"{name} went from {figures}.")
 
 
 def _language(language: LanguageScore | None, so_far: str) -> Action:

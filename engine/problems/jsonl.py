@@ -25,7 +25,7 @@ from engine.problems.readers import json_line, read_file
 from engine.problems.rows import JsonlRow, row_of, stored_item, unused_columns
 
 HELD_OUT = 0.2
-# Of all questions: neither trained on nor frozen, but looked at while a policy is trained.
+# Of all questions: neither trained on nor frozen, but for validation while a policy is trained.
 VALIDATED = 0.05
 MINIMUM = 8
 EVERY = 20_000
@@ -107,7 +107,7 @@ def import_file(
     with (
         tempfile.TemporaryDirectory(dir=training.parent) as scratch,
         training.open("wb") as output,
-        validation.open("wb") if validation else nullcontext() as looked_at,
+        validation.open("wb") if validation else nullcontext() as validated,
     ):
         seen = _SeenQuestions(Path(scratch) / "seen.db", source)
         for number, row in read_rows(source, check, verifier, note):
@@ -125,10 +125,10 @@ def import_file(
                 heapq.heappush(smallest, (-int.from_bytes(digest, "big"), number, row))
                 if len(smallest) > items:
                     heapq.heappop(smallest)
-            elif looked_at and is_held_out(digest, HELD_OUT + VALIDATED):
+            elif validated and is_held_out(digest, HELD_OUT + VALIDATED):
                 line = row.to_json().encode() + b"\n"
                 state.update(line)
-                looked_at.write(line)
+                validated.write(line)
             else:
                 kept += 1
                 line = row.to_json().encode() + b"\n"

@@ -21,7 +21,7 @@ from engine.problems.jsonl import order, rows_of
 from engine.problems.rows import Asked, Message
 
 Split = Literal["train", "eval", "user", "validation"]
-# Beside a training file: rows that only the looks at the held-out loss read.
+# Beside a training file: rows for validation during training alone.
 VALIDATION = "validation.jsonl"
 
 # One phrasing for each contract, in the order of CONTRACTS: a base mostly answers in the phrasing's style.

@@ -291,11 +291,9 @@ def _revision_link(catalog: Catalog, revision: Revision) -> Link:
     stone = catalog.tombstones.find(revision.policy, revision.digest)
     probe = (revision.probe or {}).get("reason", "The effect probe has not run.")
     parent = revision.parent[:DIGEST12] if revision.parent else "the base"
-    if (start := catalog.policies.get(revision.policy).config.get("start")) and revision.parent:
-        # Of another policy the name is needed.
-        policy, _, digest = str(start).partition("@")
-        if revision.parent.startswith(digest) and policy != revision.policy:
-            parent = served_name(policy, revision.parent)
+    start, _, digest = (catalog.policies.get(revision.policy).config.get("start") or "").partition("@")
+    if digest and (revision.parent or "").startswith(digest):
+        parent = served_name(start, revision.parent or "")
     says = (
         f"{served_name(revision.policy, revision.digest)}, trained from {parent}, step {revision.step}, "
         f"rank {revision.rank}, {revision.state} {moment(revision.created_at)}; now {role}. {probe}"

@@ -12,8 +12,11 @@ from engine.errors import ConfigError
 OWN = r"python:[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 # Verifiers of a user's own problems; generated ones have their contract too.
 OWN_RULES = rf"exact|numeric|regex|json-schema|{OWN}"
-# How a suite scores without a verifier: by the probability of its answers, or of the better of two.
-LIKELIHOODS = ("likelihood", "preference")
+# How a suite scores without a verifier, and what its score is then.
+LIKELIHOODS = {
+    "likelihood": "The likelihood of held-out answers",
+    "preference": "The share of held-out pairs whose better answer is likelier",
+}
 
 
 def refuse_unlisted(kind: str, name: str, modules: Collection[str]) -> None:

@@ -68,8 +68,8 @@ class PolicyConfig(Settings):
         3,
         ge=0,
         le=1000,
-        description="Stop sft and dpo when the held-out loss has not fallen in this many looks, of which "
-        "there are ten a run, and export the best one. 0: train all steps.",
+        description="Stop sft and dpo when the held-out loss has not fallen in this many validations, of "
+        "which there are at most ten a run, and export the best step. 0: train all steps, export the last.",
     )
     epochs: int | None = Field(
         None,

@@ -50,7 +50,7 @@ class Run:
     spool: Spool
     # Of samples; other methods have none.
     verifier: Verifier | None
-    # Of the rows of DPO's looks, once they are known: the base's sums of log-probabilities.
+    # Of the rows of DPO's validations, once known: the base's sums of log-probabilities.
     base_sums: list[float] = field(default_factory=list)
     holder: str = field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}")
 

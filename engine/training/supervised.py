@@ -1,8 +1,8 @@
 """Training on answers as they are written: SFT on example conversations, DPO on pairs of answers.
 
-The steps are those of the GRPO loop without its samples: rows, gradients, optimizer step, record. Ten times
-a run the held-out loss is looked at: the mean loss of rows that are neither trained on nor scored. The
-session is stored at its best look, and exported as it was there.
+The steps are those of the GRPO loop without its samples: rows, gradients, optimizer step, record. Up to ten
+times a run the session is validated: its held-out loss is the mean loss of rows that are neither trained on
+nor scored. It is stored where that is the lowest, and exported as it was there.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,15 +33,15 @@ from engine.training.service.protocol import (
 )
 from engine.training.service.train_step import TrainStep
 
-# Looks at the held-out loss in a run, and the rows that each reads.
-LOOKS, LOOKED_AT = 10, 64
+# Validations of a run at most, and the rows that each reads.
+VALIDATIONS, VALIDATION_ROWS = 10, 64
 BEST, END = "best", "end"
 # For the engine's answer to one row, on a slow machine.
 TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Look:
+class Validation:
     """The held-out loss after `step` steps, in nats."""
 
     step: int
@@ -80,9 +80,9 @@ def answer_datum(prompt: Sequence[int], answer: Sequence[int]) -> Datum:
 
 
 def supervised_step(run: Run, session: SessionInfo) -> SessionInfo:
-    """Take one step: a look where one is due, rows, gradients, optimizer step, record."""
+    """Take one step: a validation where one is due, rows, gradients, optimizer step, record."""
     config, client, began = run.config, run.client, monotonic()
-    loss = look_at(run, session) if session.step % looks_every(config.steps) == 0 else None
+    loss = validate(run, session) if session.step % validation_interval(config.steps) == 0 else None
     problems, position = run.source.problems(session.position)
     data = [datum for problem in problems for datum in taught(run.source, problem)]
     update = client.forward_backward(session, data, config.loss_fn, run.loss_settings)["metrics"]
@@ -105,7 +105,7 @@ def supervised_step(run: Run, session: SessionInfo) -> SessionInfo:
     return replace(session, step=row["step"], position=position, history=(*session.history, row))
 
 
-def look_at(run: Run, session: SessionInfo) -> float | None:
+def validate(run: Run, session: SessionInfo) -> float | None:
     """Return the held-out loss of the session as it is, and store it where it is the best; None without rows.
 
     It is the mean over tokens in SFT, and over pairs in DPO, in nats.
@@ -120,7 +120,7 @@ def look_at(run: Run, session: SessionInfo) -> float | None:
         loss = preference_loss([fsum(row) for row in logprobs], base_sums(run, data), beta)
     else:
         loss = -fmean(value for row in logprobs for value in row)
-    if session.step and loss < min((look.loss for look in looks_of(session) if look.step), default=inf):
+    if session.step and loss < min((one.loss for one in validations(session) if one.step), default=inf):
         run.client.save_state(session, BEST)
     return loss
 
@@ -137,10 +137,10 @@ def preference_loss(sums: Sequence[float], base: Sequence[float], beta: float) -
 
 
 def held_out_rows(run: Run) -> list[Problem]:
-    """Return the rows of a look, the same ones each time."""
+    """Return the rows that a validation reads, the same ones each time."""
     task = run.config.task
     path = Path(task).with_name(VALIDATION)
-    count = min(len(rows_of(path)), LOOKED_AT) if path.is_file() else 0
+    count = min(len(rows_of(path)), VALIDATION_ROWS) if path.is_file() else 0
     return [problem for _, problem in islice(stream(task, "validation", 0), count)]
 
 
@@ -156,36 +156,36 @@ def base_sums(run: Run, data: Sequence[Datum]) -> list[float]:
     return known
 
 
-def looks_every(steps: int) -> int:
-    """Return after how many steps a run looks at its held-out loss again: a look costs a part of a step."""
-    return max(2, ceil(steps / LOOKS))
+def validation_interval(steps: int) -> int:
+    """Return the steps between two validations, each of which costs a part of a step."""
+    return max(2, ceil(steps / VALIDATIONS))
 
 
-def looks_of(session: SessionInfo) -> list[Look]:
-    """Return the session's looks so far; a row has that before its step."""
+def validations(session: SessionInfo) -> list[Validation]:
+    """Return the session's validations so far; a row has that before its step."""
     rows = [row for row in session.history if row.get("held_out_loss") is not None]
-    return [Look(row["step"] - 1, row["held_out_loss"]) for row in rows]
+    return [Validation(row["step"] - 1, row["held_out_loss"]) for row in rows]
 
 
 def has_stopped(config: PolicyConfig, session: SessionInfo) -> bool:
-    """Say whether the last `config.patience` looks were all worse than one before them."""
-    losses = [look.loss for look in looks_of(session)]
+    """Say whether the last `config.patience` validations were all worse than one before them."""
+    losses = [one.loss for one in validations(session)]
     return bool(config.patience and losses) and len(losses) - 1 - losses.index(min(losses)) >= config.patience
 
 
 @contextmanager
 def at_best(run: Run, session: SessionInfo) -> Iterator[SessionInfo]:
-    """Give the trained session as it was at its best look; with `patience` 0, or without looks, as it is.
+    """Give the trained session as it was where its held-out loss was the lowest; with `patience` 0 as it is.
 
     Afterwards it stands at its end again, so that a run of the same settings finds nothing to train.
     """
-    looks = [look for look in looks_of(session) if look.step]
-    if not looks or not run.config.patience:
+    losses = [one.loss for one in validations(session) if one.step]
+    if not losses or not run.config.patience:
         yield session
         return
-    last, best = look_at(run, session), min(look.loss for look in looks)
+    last = validate(run, session)
     assert last is not None
-    if last <= best:
+    if last <= min(losses):
         yield session
         return
     run.client.save_state(session, END)

@@ -46,7 +46,7 @@ RATE = {"sft": 1e-3, "dpo": 3e-4}
 VERIFIERS = {"sft": "likelihood", "dpo": "preference"}
 # Loss and seconds of each step.
 Steps = list[dict[str, float]]
-WORKER = Path(__file__).with_name("_taught_worker.py")
+WORKER = Path(__file__).with_name("_trl_worker.py")
 
 
 def write_rows(file: Path) -> None:

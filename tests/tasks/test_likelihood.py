@@ -1,6 +1,5 @@
 """Suites without a verifier: scored by the probability of their answers, through lm-eval."""
 
-import json
 import math
 import threading
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from engine.settings.params import BaseConfig, Params
 from engine.settings.services import EngineConfig
 from tasks.score import score
 from tasks.suites import Suite, freeze
+from tests.helpers.json_server import JsonAnswers
 
 PROBLEMS = [
     Problem("mine", "Which is warmer?", "The sun.", rejected="The moon is."),
@@ -29,7 +29,7 @@ def chance(token: int) -> float:
     return -(token % 13) / 10 - 0.05
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(JsonAnswers, BaseHTTPRequestHandler):
     """An engine that gives each token its own chance, and echoes prompts."""
 
     bodies: list[dict[str, Any]]
@@ -38,7 +38,7 @@ class Handler(BaseHTTPRequestHandler):
         self.reply({"plugin": "0.1.0", "base": "b" * 64})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body = self.body()
         self.bodies.append(body)
         choices = []
         for index, tokens in enumerate(body["prompt"]):
@@ -46,17 +46,6 @@ class Handler(BaseHTTPRequestHandler):
             logprobs = {"token_logprobs": values, "top_logprobs": [{"x": value} for value in values]}
             choices.append({"index": index, "text": "", "logprobs": logprobs})
         self.reply({"id": "cmpl-1", "choices": choices[::-1]})
-
-    def reply(self, value: Any) -> None:
-        content = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: Any) -> None:
-        pass
 
 
 @pytest.fixture
@@ -99,7 +88,7 @@ def test_the_likelihood_of_an_answer_is_that_of_its_tokens_and_its_end(
     answers = [answer_ids(tokenizer, one.answer) for one in PROBLEMS]
     means = [sum(map(chance, ids)) / len(ids) for ids in answers]
     assert [item.score for item in scored.items] == pytest.approx([math.exp(mean) for mean in means])
-    # The mean over tokens, as a look has it while a policy is trained.
+    # The mean over tokens, as a validation has it while a policy is trained.
     assert scored.held_out_loss == pytest.approx(
         -sum(sum(map(chance, ids)) for ids in answers) / sum(map(len, answers))
     )

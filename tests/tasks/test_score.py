@@ -1,6 +1,5 @@
 """Scoring: lm-eval through an OpenAI endpoint gives what the verifier gives, and each row once."""
 
-import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -15,6 +14,7 @@ from engine.settings.params import BaseConfig, Params
 from engine.settings.services import EngineConfig
 from tasks.score import score
 from tasks.suites import build_suite, freeze, load_suite
+from tests.helpers.json_server import JsonAnswers
 
 BASE, DIGEST, KEY = "b" * 64, "d" * 64, "gw-" + "0" * 40
 
@@ -27,29 +27,18 @@ class FakeEngine(ThreadingHTTPServer):
         self.answer, self.status, self.bodies, self.headers = answer, status, [], []
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(JsonAnswers, BaseHTTPRequestHandler):
     def do_GET(self):
-        self.reply(200, {"plugin": "0.1.0", "base": BASE})
+        self.reply({"plugin": "0.1.0", "base": BASE})
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body = self.body()
         self.server.bodies.append(body)
         self.server.headers.append(dict(self.headers))
         # vLLM sends the choices of a list of prompts in the order of their index; any order is allowed.
         texts = [self.server.answer(body["model"], prompt) for prompt in body["prompt"]]
         choices = [{"index": index, "text": text} for index, text in enumerate(texts)]
-        self.reply(self.server.status, {"id": "cmpl-1", "choices": choices[::-1]})
-
-    def reply(self, status, value):
-        content = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_):
-        pass
+        self.reply({"id": "cmpl-1", "choices": choices[::-1]}, self.server.status)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from engine.settings.params import Params, load_params
 from engine.settings.policies import PolicyConfig
 from tasks.simulated_users import Crowd, Population, ask, users
 from tests.helpers.command_line import graftwork
+from tests.helpers.json_server import JsonAnswers
 
 
 class Chat:
@@ -85,7 +86,7 @@ def test_a_user_asks_a_chat_as_it_is_trained() -> None:
     assert client.asked[0]["messages"] == [{"role": "system", "content": "Be terse."}, *turns]
 
 
-class Site(BaseHTTPRequestHandler):
+class Site(JsonAnswers, BaseHTTPRequestHandler):
     """An engine and a controller: a fifth of the users meets a revision, until a release ends by ratings."""
 
     asked: list[dict[str, Any]]
@@ -106,7 +107,7 @@ class Site(BaseHTTPRequestHandler):
         self.reply(release if self.path.startswith("/releases/") else {"id": "sums"})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body = self.body()
         if self.path.endswith("/feedback"):
             self.rated.append(body)
             return self.reply({})
@@ -118,17 +119,6 @@ class Site(BaseHTTPRequestHandler):
         choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
         revision = "sums@abababababab" if number % 5 == 0 else "sums"
         self.reply({"id": f"r{number}", "object": "chat.completion", "model": revision, "choices": choices})
-
-    def reply(self, value: Any, status: int = 200) -> None:
-        content = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: Any) -> None:
-        pass
 
 
 @pytest.fixture

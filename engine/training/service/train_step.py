@@ -59,7 +59,7 @@ class TrainStep:
         "Share of the last step's tokens whose experts the trainer would have chosen otherwise.",
     ] = None
     loss: Annotated[float | None, "Loss of the last step."] = None
-    # Of rows that are not trained on; only at the steps before which a run looks.
+    # Of rows that are not trained on; only at the steps before which a run is validated.
     held_out_loss: float | None = None
     grad_norm: Annotated[float | None, "Norm of the last step's gradients before clipping."] = None
     length_mean: Annotated[float | None, "Mean length of the last step's answers, tokens."] = None

@@ -298,7 +298,7 @@ def loss_by_transformers(loop: Loop, taught: dict[str, Any]) -> float:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_that_gets_worse_stops_and_exports_its_best_look(loop: Loop, taught: dict[str, Any]) -> None:
+def test_a_run_that_gets_worse_stops_and_exports_its_best_step(loop: Loop, taught: dict[str, Any]) -> None:
     """By a rate so high that held-out answers suffer soon; then another line starts at its revision."""
     wild = {**taught, "steps": 60, "lr": 0.3, "patience": 2}
     trained = loop.train("wild", **wild)

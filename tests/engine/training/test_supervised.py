@@ -1,4 +1,4 @@
-"""What SFT and DPO teach, when a run stops, and which look is the best; without services."""
+"""What SFT and DPO teach, when a run stops, and which step is the best; without services."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ from engine.problems.procedural import Problem
 from engine.problems.verifiers import Verifier
 from engine.settings.policies import PolicyConfig
 from engine.training.service.protocol import SessionInfo
-from engine.training.supervised import has_stopped, looks_every, looks_of, preference_loss, taught
+from engine.training.supervised import has_stopped, preference_loss, taught, validation_interval, validations
 
 TURNS = (
     {"role": "user", "content": "2 + 3 ="},
@@ -90,16 +90,16 @@ def session(*losses: float | None) -> SessionInfo:
         ((1.0, 2.0, 2.0, 2.0), 0, False),
     ],
 )
-def test_a_run_stops_after_so_many_looks_without_a_better_one(
+def test_a_run_stops_after_so_many_validations_without_a_better_one(
     losses: tuple[float | None, ...], patience: int, stops: bool
 ) -> None:
     config = PolicyConfig(task="t", suite="s", method="sft", verifier="likelihood", patience=patience)
     assert has_stopped(config, session(*losses)) is stops
 
 
-def test_a_row_has_the_look_before_its_step() -> None:
-    assert [(look.step, look.loss) for look in looks_of(session(3.0, None, 1.0))] == [(0, 3.0), (2, 1.0)]
-    assert [looks_every(steps) for steps in (1, 10, 20, 45, 1000)] == [2, 2, 2, 5, 100]
+def test_a_row_has_the_validation_before_its_step() -> None:
+    assert [(one.step, one.loss) for one in validations(session(3.0, None, 1.0))] == [(0, 3.0), (2, 1.0)]
+    assert [validation_interval(steps) for steps in (1, 10, 20, 45, 1000)] == [2, 2, 2, 5, 100]
 
 
 def test_what_scores_by_probabilities_judges_no_answers() -> None:
