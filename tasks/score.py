@@ -209,7 +209,7 @@ def emit_scores(
 ) -> None:
     """Emit scores to the ledger through the spool. Idempotent: a row's id derives from its content."""
     run = _row_id(base, policy, digest, suite, "*")
-    questions = {item.id: item.question for item in suite.items}
+    asked = {item.id: item for item in suite.items}
     with closing(open_spool(params, "score")) as spool:
         for item in items:
             spool.emit(
@@ -226,7 +226,8 @@ def emit_scores(
                 score=item.score,
                 answer=item.answer,
                 # The base's rows outlive a policy that is purged, so they hold nothing of its data.
-                question=questions[item.item] if digest else None,
+                question=asked[item.item].question if digest else None,
+                segment=asked[item.item].segment or None,
                 run=run,
             )
 

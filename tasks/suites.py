@@ -87,7 +87,7 @@ class Item:
     """One frozen problem; `prompt_digest` is the sha256 of `prompt`, the text sent to the engine.
 
     Where the answer's probability is the score, `target` is its text with the end token, and `tokens` their
-    count; `rejected` is the worse answer of a pair.
+    count; `rejected` is the worse answer of a pair. `segment` is the kind of query.
     """
 
     id: str
@@ -99,6 +99,7 @@ class Item:
     target: str = ""
     tokens: int = 0
     rejected: str = ""
+    segment: str = ""
 
     @property
     def asked(self) -> Asked:
@@ -110,7 +111,7 @@ class Item:
         return {name: value for name, value in asdict(self).items() if value or name not in OPTIONAL}
 
 
-OPTIONAL = ("messages", "target", "tokens", "rejected")
+OPTIONAL = ("messages", "target", "tokens", "rejected", "segment")
 
 
 @dataclass(frozen=True)
