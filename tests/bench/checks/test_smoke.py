@@ -230,6 +230,13 @@ def storm(bench: ModuleType, patch: pytest.MonkeyPatch, base: Path) -> tuple[lis
     return [], {"ratio.tiny-dense.n32": 1.1, "errors": 0.0}
 
 
+def quality(bench: ModuleType, patch: pytest.MonkeyPatch, base: Path) -> tuple[list[str], dict[str, Any]]:
+    lines = list(bench.recorded.simulated(2, seed=2))
+    replace(bench, patch, ROUNDS={False: 1}, SIMULATED=2)
+    patch.setattr(bench.recorded, "load", given(lines))
+    return [], {"readings.recorded": 10.0, "missed.recorded": 0.0, "flagged.recorded": 0.0}
+
+
 def taught(bench: ModuleType, patch: pytest.MonkeyPatch, base: Path) -> tuple[list[str], dict[str, Any]]:
     def steps(gap: float, seconds: float) -> list[dict[str, float]]:
         return [{"loss": 2.0 - number / 10 + gap, "seconds": seconds} for number in range(bench.STEPS)]
@@ -283,8 +290,8 @@ ANY = Anything()
 SMOKES: dict[str, Smoke] = {
     one.__name__.rstrip("_"): one
     for one in (
-        canary, catalog, concurrency, decode, fairness, fused, gateway, handoff, load_, ranks, real, rollback,
-        scale, shadow, storm, taught, tinker, trl, wave,
+        canary, catalog, concurrency, decode, fairness, fused, gateway, handoff, load_, quality, ranks, real,
+        rollback, scale, shadow, storm, taught, tinker, trl, wave,
     )
 }  # fmt: skip
 

@@ -1,0 +1,214 @@
+"""How well a revision is known from few items: whether intervals hold, and what they cost.
+
+    graftwork bench quality [--long]
+
+Replays recorded outcomes (`_quality_lines.py`: revisions of families of problems, each with 20,000 items) and
+simulated ones whose truth is known. A suite of 200 items is drawn from a line again and again, and a revision
+is read on it by the code that the product reads with.
+
+`coverage`: the share of nominal 95% intervals that hold the truth, for each cell: how items are read
+(`plain`: random items, unpaired; `adaptive`: predicted, chosen, paired with the parent; `early`: adaptive,
+stopped as soon as the question of the release's gate is answered; `best`: adaptive, revisions better than all
+before), and what the interval is of (`suite`, `task`). `fixed_coverage` is its mean over the cells that read
+a fixed number of items. `items_vs_plain` and `items_vs_paired`: items of the adaptive reading over those of
+plain, and of uniform paired reading, until the interval is as narrow; the median over revisions, and that of
+revisions better than all before (`items_vs_paired_best`). `missed` and `flagged`: how often the gate's
+question is answered wrong for revisions that are exactly 5 points worse on the suite, and for equal ones;
+`gate_items` is the mean of items read. `--long` trains the revisions, records their outcomes and replays ten
+times as many suites.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import count
+from statistics import fmean, median
+
+import _quality_lines as recorded
+import _record as record
+import numpy as np
+from _quality_lines import Line
+from _quality_readings import Drawn, UniformPairs, UniformUnpaired, draw, items_for, steps
+from _run import Run, options, start
+
+from engine.quality.estimate import interval
+from engine.quality.prediction import OutcomePredictor
+from engine.quality.reading import SuiteReading, TaskReading
+
+# Items of a suite, and how many of them are read: a quarter, and half.
+SUITE, READS = 200, (50, 100)
+# What the gate looks for: a fall of this size.
+FALL = 0.05
+# Revisions that differ by more than this on the task are no models of equal ones.
+NEAR = 0.2
+SIMULATED = 12
+# The most rounds over all lines, by whether the form is long.
+ROUNDS = {False: None, True: 200}
+BOUNDS = {
+    "coverage": record.at_least(0.94),
+    "fixed_coverage": record.at_most(0.99),
+    "items_vs_plain": record.at_most(0.5),
+    "items_vs_paired": record.at_most(0.85),
+    "items_vs_paired_best": record.at_most(1.1),
+    "missed": record.at_most(0.05),
+    "flagged": record.at_most(0.05),
+    "gate_items": record.at_most(120),
+}
+# Each figure's values in one round, by name.
+Found = dict[str, list[float]]
+
+
+def holds(low: float, value: float, high: float) -> float:
+    """Return 1 where an interval holds a value, up to rounding."""
+    return float(low - 1e-9 <= value <= high + 1e-9)
+
+
+def read_plain(suite: Drawn, seed: int, read: int) -> dict[str, float]:
+    """Read random items, without a parent: whether both intervals of the revision's own mean hold."""
+    unknown_N = np.full(SUITE, np.nan)
+    predictor = OutcomePredictor(unknown_N, np.empty((0, SUITE)), ())
+    reading = SuiteReading(predictor, seed, uniform=1.0)
+    for _ in steps(reading, suite.own_N, read):
+        pass
+    chosen = np.random.default_rng(seed).permutation(SUITE)[:read]
+    low, high = interval(suite.own_N[chosen].tolist())
+    return {
+        "coverage.plain-suite": holds(reading.lower, float(suite.own_N.mean()), reading.upper),
+        "coverage.plain-task": holds(low, suite.own_truth, high),
+    }
+
+
+def read_adaptive(suite: Drawn, seed: int, read: int, cell: str) -> tuple[dict[str, float], float]:
+    """Read so many items, paired with the parent; return what holds, and the width on the suite."""
+    of_suite = SuiteReading(suite.predictor(), seed)
+    for _ in steps(of_suite, suite.own_N, read):
+        pass
+    of_task = TaskReading(suite.predictor(), seed, share=read / SUITE, against_N=suite.parent_N)
+    for _ in steps(of_task, suite.own_N, SUITE):
+        pass
+    return {
+        f"coverage.{cell}-suite": holds(of_suite.lower, float(suite.own_N.mean()), of_suite.upper),
+        f"coverage.{cell}-task": holds(of_task.lower, suite.truth, of_task.upper),
+    }, of_suite.upper - of_suite.lower
+
+
+def read_early(suite: Drawn, seed: int) -> dict[str, float]:
+    """Stop once the difference is shown to be below 0 or above `-FALL`: whether both intervals hold then."""
+    gate = Gate(suite, seed)
+    gate.run()
+    of_task = TaskReading(suite.predictor(), seed, share=1.0, against_N=suite.parent_N, limits=(-FALL, 0.0))
+    for _ in steps(of_task, suite.own_N, SUITE):
+        if of_task.upper < 0 or of_task.lower > -FALL:
+            break
+    own, reading = float(suite.own_N.mean()), gate.reading
+    return {
+        "coverage.early-suite": holds(reading.lower, own, reading.upper),
+        "coverage.early-task": holds(of_task.lower, suite.truth, of_task.upper),
+    }
+
+
+class Gate:
+    """The question of a release's gate, answered by reading: has the revision fallen by `FALL`?"""
+
+    def __init__(self, suite: Drawn, seed: int):
+        self._own_N, parent = suite.own_N, float(suite.parent_N.mean())
+        self._limits = parent - FALL, parent
+        self.reading = SuiteReading(suite.predictor(), seed, limits=self._limits)
+
+    def run(self) -> bool:
+        """Return whether it has fallen, as soon as that is shown."""
+        fallen, equal = self._limits
+        for _ in steps(self.reading, self._own_N, SUITE):
+            if self.reading.lower > fallen + 1e-9:
+                return False
+            if self.reading.upper < equal - 1e-9:
+                return True
+        return self.reading.mean <= fallen + 1e-9
+
+
+def compare_widths(suite: Drawn, seed: int, read: int, width: float, cell: str) -> dict[str, float]:
+    """Return the items of the adaptive reading over those that others need for the same width."""
+    name = "items_vs_paired_best" if cell == "best" else "items_vs_paired"
+    found = {name: read / items_for(UniformPairs(suite, seed), width, SUITE)}
+    if read == READS[0]:
+        # Of half the suite the ratio is 1/2 at least: plain reading knows all when it has read all.
+        found["items_vs_plain"] = read / items_for(UniformUnpaired(suite, seed), width, SUITE)
+    return found
+
+
+def read_line(line: Line, seed: int) -> Found:
+    """Return what is found with one suite for each of a line's revisions."""
+    found, random = defaultdict[str, list[float]](list), np.random.default_rng(seed)
+
+    def take(values: dict[str, float]) -> None:
+        for name, value in values.items():
+            found[name].append(value)
+
+    for revision in range(1, len(line.revisions)):
+        suite = draw(line, revision, SUITE, random)
+        cell = "best" if line.is_best_yet(revision) else "adaptive"
+        for read in READS:
+            values, width = read_adaptive(suite, seed, read, cell)
+            take(values | read_plain(suite, seed, read) | compare_widths(suite, seed, read, width, cell))
+        take(read_early(suite, seed))
+        if line.parents[revision] <= 0 or abs(suite.truth) > NEAR:
+            continue
+        for name, lost in (("missed", round(FALL * SUITE)), ("flagged", 0)):
+            if of_known := draw(line, revision, SUITE, random, -lost):
+                gate = Gate(of_known, seed)
+                take({name: float(gate.run() != (name == "missed")), "gate_items": float(gate.reading.items)})
+    return found
+
+
+def summary(found: Found) -> dict[str, float]:
+    """Return the figures of all rounds."""
+    figures = {
+        name: (median if name.startswith("items_vs") else fmean)(values) for name, values in found.items()
+    }
+    fixed = [
+        value for name, value in figures.items() if name.startswith("coverage.") and ".early" not in name
+    ]
+    return figures | {"fixed_coverage": fmean(fixed), "readings": float(len(found["gate_items"]))}
+
+
+def rounds(lines: list[Line], pool: ProcessPoolExecutor, first: int) -> Iterator[Found]:
+    """Yield what each round over all lines finds, whatever the number of workers."""
+    for number in count(first):
+        found = defaultdict[str, list[float]](list)
+        for each in pool.map(read_line, lines, [1000 * number + place for place in range(len(lines))]):
+            for name, values in each.items():
+                found[name] += values
+        yield found
+
+
+def replay(run: Run, lines: list[Line], what: str, share: float) -> dict[str, float]:
+    """Return the figures of some lines, read again and again while the share of the time lasts."""
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        each = rounds(lines, pool, 0)
+        taken = run.repeats(what, lambda _: next(each), share=share, most=ROUNDS[run.is_long])
+    found = defaultdict[str, list[float]](list)
+    for round_found in taken:
+        for name, values in round_found.items():
+            found[name] += values
+    return summary(found)
+
+
+def main() -> None:
+    given = options(__doc__).parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    run, figures = Run("quality", given.long), record.Figures()
+    if given.long:
+        import _quality_training as training
+
+        with run.preparing():
+            recorded.save(training.lines(given.params), recorded.FILE)
+    lines = {"recorded": recorded.load(), "simulated": list(recorded.simulated(SIMULATED, seed=1))}
+    for (source, each), share in zip(lines.items(), (0.6, 1.0), strict=True):
+        found = replay(run, each, f"rounds of {source} outcomes", share)
+        figures.values |= {f"{name}.{source}": value for name, value in found.items()}
+    record.report(run, figures, BOUNDS, True, given.out)
+
+
+if __name__ == "__main__":
+    start(main)
