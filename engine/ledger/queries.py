@@ -18,6 +18,20 @@ SCORES = """
         AND (digest IS NULL OR policy = $policy) AND score IS NOT NULL
     GROUP BY suite_version, item ORDER BY suite_version, item
 """
+# Of each revision, and of the base, every known outcome on a version of a suite; the newest revisions first.
+OUTCOMES = """
+    WITH known AS (
+        SELECT digest, item, score, "at" FROM scores
+        WHERE base = $base AND suite = $suite AND suite_version = $version
+            AND (digest IS NULL OR policy = $policy) AND score IS NOT NULL
+        UNION ALL
+        SELECT digest, item, score, "at" FROM readings
+        WHERE base = $base AND suite = $suite AND suite_version = $version AND policy = $policy
+    )
+    SELECT digest, map_from_entries(list((item, score))) FROM (
+        SELECT digest, item, arg_max(score, "at") AS score, max("at") AS "at" FROM known GROUP BY digest, item
+    ) GROUP BY digest ORDER BY max("at") DESC LIMIT $most
+"""
 # Users' requests with a unit, answered by one of the two arms since the canary's start.
 ANSWERED = """
     FROM observations
@@ -102,6 +116,17 @@ def latest_scores(
     """Return a revision's scores on every version of a suite, by version and item; None is the base."""
     named = {"base": base, "policy": policy, "suite": suite, "digest": digest}
     return list(starmap(LatestScore, ledger.execute(SCORES, named).fetchall()))
+
+
+def known_outcomes(
+    ledger: duckdb.DuckDBPyConnection, base: str, policy: str, suite: str, version: str, most: int = 20
+) -> dict[str | None, dict[str, float]]:
+    """Return the outcomes of a policy's newest revisions and of the base (None) on a suite, by item.
+
+    They are all items of a revision, or those that were chosen to be read.
+    """
+    named = {"base": base, "policy": policy, "suite": suite, "version": version, "most": most}
+    return dict(ledger.execute(OUTCOMES, named).fetchall())
 
 
 class Rating(NamedTuple):

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.quality.prediction import OutcomePredictor
-from engine.quality.term_sequence import TermSequence
+from engine.quality.term_sequence import MeanInterval, TermSequence
 
 Array = NDArray[np.float64]
 
@@ -77,22 +77,10 @@ class SuiteReading:
         return int((~np.isnan(self._outcomes_N)).sum())
 
     @property
-    def mean(self) -> float:
-        """Return the estimate of the suite's mean, which is exact once all items are read."""
+    def interval(self) -> MeanInterval:
+        """Return the estimate of the suite's mean and its interval: one number once all items are read."""
         least, most = self._possible()
-        return min(most, max(least, self._sequence.mean))
-
-    @property
-    def lower(self) -> float:
-        """Return the interval's lower end."""
-        least, most = self._possible()
-        return min(most, max(least, self._sequence.lower))
-
-    @property
-    def upper(self) -> float:
-        """Return the interval's upper end."""
-        least, most = self._possible()
-        return max(least, min(most, self._sequence.upper))
+        return self._sequence.interval.within(least, most)
 
     def _possible(self) -> tuple[float, float]:
         """Return the means that the suite has if all unread items are wrong, and if all are right."""
@@ -104,18 +92,18 @@ class TaskReading:
     """Which items of a suite to read, and intervals of the task's mean that the items are a sample of.
 
     Items pass in a random order, and each is read with a probability of its own, so many on average as
-    `share` says. `interval` is of the mean; with `against_N`, another revision's outcomes on the same items,
-    of the difference to it.
+    `share` says. `against_N` are another revision's outcomes on the same items; `limits` are differences to
+    it that its interval tests exactly.
     """
 
     def __init__(
-        self, predictor: OutcomePredictor, seed: int, alpha: float = 0.05, share: float = READ_SHARE,
-        against_N: Array | None = None, limits: Sequence[float] = (),
+        self, predictor: OutcomePredictor, against_N: Array, seed: int, alpha: float = 0.05,
+        share: float = READ_SHARE, limits: Sequence[float] = (),
     ):  # fmt: skip
         self._predictor, self._share = predictor, share
         self._random = np.random.default_rng(seed)
         self._against_N = against_N
-        self._sequence = TermSequence(alpha, 0.0 if against_N is None else -1.0, 1.0, limits)
+        self._own, self._difference = TermSequence(alpha, 0.0, 1.0), TermSequence(alpha, -1.0, 1.0, limits)
         self._predicted_N = predictor.predicted()
         self._order_N = self._random.permutation(len(self._predicted_N))
         self._passed = self.items = 0
@@ -146,27 +134,21 @@ class TaskReading:
                 value += (outcome - value) / probability
                 self._predictor.add(item, outcome)
                 self.items += 1
-            low, high = -BEYOND, 1 + BEYOND
-            if self._against_N is not None:
-                value, low = value - float(self._against_N[item]), low - 1
-            self._sequence.add(value, low, high, FIRST_VARIANCE)
+            self._own.add(value, -BEYOND, 1 + BEYOND, FIRST_VARIANCE)
+            gained = value - float(self._against_N[item])
+            self._difference.add(gained, -1 - BEYOND, 1 + BEYOND, FIRST_VARIANCE)
         self._passing.clear()
         self._predicted_N = self._predictor.predicted()
 
     @property
-    def mean(self) -> float:
-        """Return the estimate of the task's mean, or of the difference."""
-        return self._sequence.mean
+    def interval(self) -> MeanInterval:
+        """Return the estimate of the task's mean and its interval."""
+        return self._own.interval
 
     @property
-    def lower(self) -> float:
-        """Return the interval's lower end."""
-        return self._sequence.lower
-
-    @property
-    def upper(self) -> float:
-        """Return the interval's upper end."""
-        return self._sequence.upper
+    def difference(self) -> MeanInterval:
+        """Return the same of the difference to `against_N`, in [-1, 1]."""
+        return self._difference.interval
 
     def _probabilities(self) -> Array:
         """Return with which probability each item is read: the larger, the less certain its outcome is."""

@@ -13,6 +13,7 @@ Shapes: `_T` terms, `_E` effects, `_M` candidates.
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,32 @@ TRUNCATION = 0.9
 CANDIDATES = 401
 # How many terms the predicted variances weigh as much as, before they are corrected by what is seen.
 CALIBRATION = 2.0
+ROUNDING = 1e-9
+
+
+class MeanInterval(NamedTuple):
+    """An estimate and its interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def within(self, least: float, most: float) -> Self:
+        """Return the same within what is possible."""
+        return self._replace(**{name: min(most, max(least, value)) for name, value in self._asdict().items()})
+
+    def minus(self, known: float) -> Self:
+        """Return the same of the difference to a known number."""
+        return self._replace(**{name: value - known for name, value in self._asdict().items()})
+
+    @property
+    def width(self) -> float:
+        """Return the interval's width."""
+        return self.high - self.low
+
+    def holds(self, value: float) -> bool:
+        """Whether a value is in the interval, up to rounding."""
+        return self.low - ROUNDING <= value <= self.high + ROUNDING
 
 
 class TermSequence:
@@ -49,7 +76,7 @@ class TermSequence:
 
     def add(self, value: float, low: float, high: float, variance: float) -> None:
         """Add the next term, which could have lain in [low, high]; raises `ValueError` where it does not."""
-        if not low - 1e-9 <= value <= high + 1e-9:
+        if not low - ROUNDING <= value <= high + ROUNDING:
             raise ValueError(f"The term lies in [{low:g}, {high:g}]; found {value:g}.")
         scale = (CALIBRATION + self._errors) / (CALIBRATION + self._judged)
         bets_E = EFFECTS_E / (variance * scale)
@@ -68,16 +95,12 @@ class TermSequence:
         self._information += 1 / variance
 
     @property
-    def mean(self) -> float:
-        """Return the mean of the terms, weighted by their predicted precision; NaN before the first."""
-        return self._weighted / self._information if self._information else math.nan
+    def interval(self) -> MeanInterval:
+        """Return the mean of the terms, weighted by their precision (NaN without any), and the interval.
 
-    @property
-    def lower(self) -> float:
-        """Return the largest candidate that the number is shown to exceed; `least` while there is none."""
-        return float(self._grid_M[self._rejected[0]].max(initial=self._grid_M[0]))
-
-    @property
-    def upper(self) -> float:
-        """Return the smallest candidate that the number is shown to be below; `most` while there is none."""
-        return float(self._grid_M[self._rejected[1]].min(initial=self._grid_M[-1]))
+        It reaches from the largest candidate that the number is shown to exceed to the smallest above it.
+        """
+        mean = self._weighted / self._information if self._information else math.nan
+        low = self._grid_M[self._rejected[0]].max(initial=self._grid_M[0])
+        high = self._grid_M[self._rejected[1]].min(initial=self._grid_M[-1])
+        return MeanInterval(mean, float(low), float(high))

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from engine.quality.prediction import OutcomePredictor
 from engine.quality.reading import SuiteReading, TaskReading
+from engine.quality.regression import RegressionReading
 from engine.quality.term_sequence import TermSequence
 
 Array = NDArray[np.float64]
@@ -75,7 +76,9 @@ def draw(
     return Drawn(outcomes_RN[revision], outcomes_RN[parent], outcomes_RN[earlier], segments, own - other, own)
 
 
-def steps(reading: SuiteReading | TaskReading, own_N: Array, most: int, batch: int = BATCH) -> Iterator[int]:
+def steps(
+    reading: SuiteReading | TaskReading | RegressionReading, own_N: Array, most: int, batch: int = BATCH
+) -> Iterator[int]:
     """Read batch after batch, at most so many items; yield how many were read."""
     while reading.items < most and (chosen := reading.choose(min(batch, most - reading.items))):
         reading.add(own_N[chosen])
@@ -108,7 +111,7 @@ class UniformPairs:
     @property
     def width(self) -> float:
         """Return the width of the interval."""
-        return self._sequence.upper - self._sequence.lower
+        return self._sequence.interval.width
 
 
 class UniformUnpaired:
@@ -136,7 +139,7 @@ class UniformUnpaired:
     @property
     def width(self) -> float:
         """Return the width of the interval."""
-        return self._sequence.upper - self._sequence.lower
+        return self._sequence.interval.width
 
 
 def items_for(reading: UniformPairs | UniformUnpaired, width: float, most: int) -> int:

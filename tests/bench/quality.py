@@ -35,6 +35,7 @@ from _run import Run, options, start
 from engine.quality.estimate import interval
 from engine.quality.prediction import OutcomePredictor
 from engine.quality.reading import SuiteReading, TaskReading
+from engine.quality.regression import RegressionReading, Target
 
 # Items of a suite, and how many of them are read: a quarter, and half.
 SUITE, READS = 200, (50, 100)
@@ -59,11 +60,6 @@ BOUNDS = {
 Found = dict[str, list[float]]
 
 
-def holds(low: float, value: float, high: float) -> float:
-    """Return 1 where an interval holds a value, up to rounding."""
-    return float(low - 1e-9 <= value <= high + 1e-9)
-
-
 def read_plain(suite: Drawn, seed: int, read: int) -> dict[str, float]:
     """Read random items, without a parent: whether both intervals of the revision's own mean hold."""
     unknown_N = np.full(SUITE, np.nan)
@@ -74,8 +70,8 @@ def read_plain(suite: Drawn, seed: int, read: int) -> dict[str, float]:
     chosen = np.random.default_rng(seed).permutation(SUITE)[:read]
     low, high = interval(suite.own_N[chosen].tolist())
     return {
-        "coverage.plain-suite": holds(reading.lower, float(suite.own_N.mean()), reading.upper),
-        "coverage.plain-task": holds(low, suite.own_truth, high),
+        "coverage.plain-suite": float(reading.interval.holds(float(suite.own_N.mean()))),
+        "coverage.plain-task": float(low <= suite.own_truth <= high),
     }
 
 
@@ -84,47 +80,32 @@ def read_adaptive(suite: Drawn, seed: int, read: int, cell: str) -> tuple[dict[s
     of_suite = SuiteReading(suite.predictor(), seed)
     for _ in steps(of_suite, suite.own_N, read):
         pass
-    of_task = TaskReading(suite.predictor(), seed, share=read / SUITE, against_N=suite.parent_N)
+    of_task = TaskReading(suite.predictor(), suite.parent_N, seed, share=read / SUITE)
     for _ in steps(of_task, suite.own_N, SUITE):
         pass
     return {
-        f"coverage.{cell}-suite": holds(of_suite.lower, float(suite.own_N.mean()), of_suite.upper),
-        f"coverage.{cell}-task": holds(of_task.lower, suite.truth, of_task.upper),
-    }, of_suite.upper - of_suite.lower
+        f"coverage.{cell}-suite": float(of_suite.interval.holds(float(suite.own_N.mean()))),
+        f"coverage.{cell}-task": float(of_task.difference.holds(suite.truth)),
+    }, of_suite.interval.width
+
+
+def gate(suite: Drawn, seed: int, target: Target) -> RegressionReading:
+    """Read until it is known whether the revision has fallen by `FALL`."""
+    reading = RegressionReading(
+        target, suite.parent_N, suite.siblings_HN, suite.segments, seed, margin=FALL
+    )  # fmt: skip
+    for _ in steps(reading, suite.own_N, SUITE):
+        pass
+    return reading
 
 
 def read_early(suite: Drawn, seed: int) -> dict[str, float]:
-    """Stop once the difference is shown to be below 0 or above `-FALL`: whether both intervals hold then."""
-    gate = Gate(suite, seed)
-    gate.run()
-    of_task = TaskReading(suite.predictor(), seed, share=1.0, against_N=suite.parent_N, limits=(-FALL, 0.0))
-    for _ in steps(of_task, suite.own_N, SUITE):
-        if of_task.upper < 0 or of_task.lower > -FALL:
-            break
-    own, reading = float(suite.own_N.mean()), gate.reading
+    """Stop once the gate's question is answered: whether both intervals of the difference hold then."""
+    truths: dict[Target, float] = {"suite": suite.difference, "task": suite.truth}
     return {
-        "coverage.early-suite": holds(reading.lower, own, reading.upper),
-        "coverage.early-task": holds(of_task.lower, suite.truth, of_task.upper),
+        f"coverage.early-{target}": float(gate(suite, seed, target).difference.holds(truth))
+        for target, truth in truths.items()
     }
-
-
-class Gate:
-    """The question of a release's gate, answered by reading: has the revision fallen by `FALL`?"""
-
-    def __init__(self, suite: Drawn, seed: int):
-        self._own_N, parent = suite.own_N, float(suite.parent_N.mean())
-        self._limits = parent - FALL, parent
-        self.reading = SuiteReading(suite.predictor(), seed, limits=self._limits)
-
-    def run(self) -> bool:
-        """Return whether it has fallen, as soon as that is shown."""
-        fallen, equal = self._limits
-        for _ in steps(self.reading, self._own_N, SUITE):
-            if self.reading.lower > fallen + 1e-9:
-                return False
-            if self.reading.upper < equal - 1e-9:
-                return True
-        return self.reading.mean <= fallen + 1e-9
 
 
 def compare_widths(suite: Drawn, seed: int, read: int, width: float, cell: str) -> dict[str, float]:
@@ -156,8 +137,9 @@ def read_line(line: Line, seed: int) -> Found:
             continue
         for name, lost in (("missed", round(FALL * SUITE)), ("flagged", 0)):
             if of_known := draw(line, revision, SUITE, random, -lost):
-                gate = Gate(of_known, seed)
-                take({name: float(gate.run() != (name == "missed")), "gate_items": float(gate.reading.items)})
+                reading = gate(of_known, seed, "suite")
+                is_wrong = reading.has_fallen != (name == "missed")
+                take({name: float(is_wrong), "gate_items": float(reading.items)})
     return found
 
 

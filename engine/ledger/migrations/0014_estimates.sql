@@ -12,3 +12,11 @@ CREATE TABLE estimates (
     target VARCHAR, against VARCHAR, mean DOUBLE, low DOUBLE, high DOUBLE, level DOUBLE,
     items INTEGER, available INTEGER, tokens BIGINT, seconds DOUBLE
 );
+
+-- Items that were chosen to be read because their outcome was the most telling: their mean is not the suite's, so they
+-- are no `scores`. An estimate says what they showed.
+CREATE TABLE readings (
+    id VARCHAR PRIMARY KEY, "at" DOUBLE NOT NULL, code_version VARCHAR, config_hash VARCHAR,
+    policy VARCHAR, digest VARCHAR, base VARCHAR, suite VARCHAR, suite_version VARCHAR,
+    item VARCHAR, score DOUBLE, answer VARCHAR, question VARCHAR, segment VARCHAR
+);

@@ -5,6 +5,7 @@ import pytest
 
 from engine.quality.prediction import OutcomePredictor
 from engine.quality.reading import Draw, SuiteReading, TaskReading, draw_probabilities
+from engine.quality.regression import RegressionReading, Target
 from engine.quality.term_sequence import TermSequence
 
 RUNS, ALPHA = 120, 0.2
@@ -51,10 +52,10 @@ def test_an_interval_of_the_task_holds_whatever_is_predicted() -> None:
     for seed in range(RUNS):
         at_N = random.integers(40, size=60)
         predictor = OutcomePredictor(1 - own_N[at_N], np.empty((0, 60)), ())
-        reading = TaskReading(predictor, seed, ALPHA, against_N=parent_N[at_N])
+        reading = TaskReading(predictor, parent_N[at_N], seed, ALPHA)
         read(reading, own_N[at_N])
         assert 60 * 0.25 < reading.items < 60
-        misses += not reading.lower <= (own_N - parent_N).mean() <= reading.upper
+        misses += not reading.difference.holds((own_N - parent_N).mean())
     assert misses <= MOST_MISSES
 
 
@@ -66,9 +67,9 @@ def test_an_interval_of_the_suite_holds_at_any_stopping_time(question: str) -> N
         reading, held = SuiteReading(predictor, seed, ALPHA), True
         while chosen := reading.choose(4):
             reading.add(own_N[chosen])
-            holds = reading.lower - 1e-9 <= own_N.mean() <= reading.upper + 1e-9
+            holds = reading.interval.holds(own_N.mean())
             held = (held and holds) if question == "all along" else holds
-            if question == "at a width" and reading.upper - reading.lower < 0.3:
+            if question == "at a width" and reading.interval.width < 0.3:
                 break
         misses += not held
     assert misses <= MOST_MISSES
@@ -82,7 +83,7 @@ def test_an_interval_that_peeks_does_not_hold() -> None:
         sequence, worst_first = TermSequence(ALPHA, 0.0, 1.0), np.sort(own_N)
         for outcome in worst_first[:20]:
             sequence.add(outcome, 0.0, 1.0, 0.25)
-        misses += not sequence.lower <= own_N.mean() <= sequence.upper
+        misses += not sequence.interval.holds(own_N.mean())
     assert misses > 30
 
 
@@ -91,7 +92,7 @@ def test_a_full_read_is_exact() -> None:
     reading = SuiteReading(predictor, seed=1)
     read(reading, own_N)
     assert reading.items == 40
-    assert reading.lower == reading.mean == reading.upper == own_N.mean()
+    assert reading.interval == (own_N.mean(),) * 3
 
 
 def test_the_same_seed_reads_the_same_items_and_another_seed_others() -> None:
@@ -112,8 +113,8 @@ def test_a_limit_is_tested_exactly_between_two_candidates() -> None:
     for _ in range(50):
         for sequence in (plain, with_limit):
             sequence.add(mean, 0.4995, 0.5025, 1e-7)
-    assert plain.lower == 0.5
-    assert with_limit.lower == limit
+    assert plain.interval.low == 0.5
+    assert with_limit.interval.low == limit
 
 
 @pytest.mark.parametrize("outcome", [float("nan"), -0.1, 1.1])
@@ -142,3 +143,29 @@ def test_predictions_without_history_are_even_and_learn_by_segment() -> None:
         predictor.add(2, 0.0)
     right, _, wrong, _ = predictor.predicted()
     assert wrong < 0.5 < right
+
+
+@pytest.mark.parametrize(("target", "margin"), [("suite", 0.05), ("task", 0.15)])
+def test_a_reading_ends_as_soon_as_the_answer_is_known(target: Target, margin: float) -> None:
+    """Revisions that are much worse, much better, and equal; the last costs the most."""
+    items = {}
+    for gained in (-1, 1, 0):
+        baseline_N = np.tile([0.0, 1.0], 100)
+        own_N = np.full(200, float(gained > 0)) if gained else baseline_N
+        reading = RegressionReading(target, baseline_N, np.empty((0, 200)), (), 2, margin)
+        while chosen := reading.choose(4):
+            reading.add(own_N[chosen])
+        assert reading.has_fallen is (gained < 0)
+        assert reading.difference.holds(gained / 2)
+        assert reading.own.holds(own_N.mean())
+        items[gained] = reading.items
+    assert max(items[-1], items[1]) < items[0] < 200
+
+
+def test_a_fall_of_the_margin_itself_is_a_fall() -> None:
+    baseline_N = np.ones(40)
+    own_N = np.r_[np.zeros(2), np.ones(38)]
+    reading = RegressionReading("suite", baseline_N, np.empty((0, 40)), (), seed=1, margin=0.05)
+    while chosen := reading.choose(4):
+        reading.add(own_N[chosen])
+    assert reading.has_fallen
