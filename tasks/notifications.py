@@ -20,6 +20,7 @@ BAD_NEWS = (
     "graftwork.release.asked",
     "graftwork.revision.refused",
     "graftwork.engine.down",
+    "graftwork.champion.rolled_back",
     "graftwork.policy.drift",
     "graftwork.alarm.began",
 )

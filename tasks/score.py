@@ -79,12 +79,13 @@ def score(
     *,
     reuse: bool = True,
     root: Path | None = None,
+    take: str = "",
 ) -> Score:
     """Score `policy`'s revision `digest` (64 hex characters; None is the base) on a suite, greedily.
 
     Uses the engine's /v1/completions with `key`, an API key of scope score or admin. With `reuse`, scores
-    that the ledger has for this content are returned. Raises `NotFound` for an unknown suite, `ServiceError`
-    when the engine does not answer.
+    that the ledger has for this content are returned; another `take` of it has rows of its own. Raises
+    `NotFound` for an unknown suite, `ServiceError` when the engine does not answer.
     """
     started, root = time.monotonic(), root or params.suites_dir
     opened = load_suite(suite, root)
@@ -93,6 +94,8 @@ def score(
         marker = engine.marker()
     base = str(marker["base"])
     opened = on_base(params, opened, base, marker.get("text_digest"))
+    # The ids of its rows derive from the digest.
+    opened = replace(opened, digest=opened.digest + take)
     known = recorded(params, base, policy, digest, opened) if reuse else ()
     failed: Counter[str] = Counter()
     token = faults.set(failed)

@@ -40,6 +40,7 @@ LAZY = (
     "lm_eval.evaluator",
     "lm_eval.models.openai_completions",
     "mlflow:MlflowClient",
+    "tasks.recheck",
     "tasks.register",
     "tasks.score",
     "engine.training.loop",
@@ -113,6 +114,15 @@ def score_champion(params: Params, policy: str, digest: str, suite: str, key: st
         same_base = champion and catalog.revisions.get(policy, champion).base == revision.base
     if champion != digest and same_base:
         plain.score(params, policy, champion, suite, key)
+
+
+@task(name="recheck", task_run_name="recheck {policy}", cache_policy=NO_CACHE)
+def recheck(params: Params, policy: str, key: str) -> str:
+    """Look at a policy's champion again; return what came of it in a sentence."""
+    from tasks import recheck as plain
+
+    found = plain.recheck(params, policy, key, "nightly")
+    return f"{found['state']}: {found['reason']}"
 
 
 @task(name="update page", task_run_name="update page of {policy}", cache_policy=NO_CACHE)

@@ -111,6 +111,10 @@ class ControllerClient(ServiceClient):
         """
         return self._post(f"/{action}", **revision, reason=reason, by=by)
 
+    def recheck(self, policy: str, by: str | None = None) -> Row:
+        """Have a policy's champion judged again by the scores that are there; return `state` and `reason`."""
+        return self._post("/recheck", policy=policy, by=by)
+
     def add_policy(self, name: str, base: str, config: Row, owner: str = "local") -> Row:
         """Create a policy, or update its config for the same owner; return it with its route."""
         return self._post("/policies", name=name, base=base, config=config, owner=owner)

@@ -21,6 +21,7 @@ from engine.catalog.catalog import Policy, Release
 from engine.controller.access_control import METRICS, Admin, CredentialRequired, Limit, whole_body
 from engine.controller.advance import advance
 from engine.controller.alarms import alarms
+from engine.controller.recheck import recheck
 from engine.controller.release_loop import Controller
 from engine.controller.status_metrics import StatusMetrics
 from engine.errors import ConfigError, GraftworkError, NotFound, ServiceError
@@ -81,6 +82,13 @@ class EraseBody(Settings):
     """A tenant whose requests and ratings are removed from the ledger."""
 
     tenant: str = Field(min_length=1)
+    by: str | None = None
+
+
+class RecheckBody(Settings):
+    """A policy whose champion is judged again by the scores that are there."""
+
+    policy: PolicyName
     by: str | None = None
 
 
@@ -219,6 +227,11 @@ def _add_decisions(app: FastAPI, controller: Controller) -> None:
     add("/rollback", RevisionBody, decisions.rollback)
     add("/lift", RevisionBody, decisions.lift)
     add("/restore", RestoreBody, decisions.restore)
+
+    @app.post("/recheck")
+    def look_again(body: RecheckBody, key: Admin) -> dict[str, Any]:
+        by = key.named(body.by)
+        return asdict(controller.on_ledger(lambda ledger: recheck(controller, ledger, body.policy, by)))
 
     @app.post("/purge")
     def purge(body: PurgeBody, key: Admin) -> dict[str, int]:

@@ -66,11 +66,11 @@ def judge(facts: Facts) -> Due:
         return Due(
             facts.policy,
             True,
-            f"Its newest revision is {_days(age_s)} old, more than {_days(config.max_age_s)}.",
+            f"Its newest revision is {days(age_s)} old, more than {days(config.max_age_s)}.",
         )
     if why := drift(facts):
         return Due(facts.policy, True, why)
-    return Due(facts.policy, False, f"Nothing has changed; its newest revision is {_days(age_s)} old.")
+    return Due(facts.policy, False, f"Nothing has changed; its newest revision is {days(age_s)} old.")
 
 
 def drift(facts: Facts) -> str | None:
@@ -89,10 +89,11 @@ def drift(facts: Facts) -> str | None:
     if online_high >= offline_low:
         return None
     return (
-        f"Over the last {_days(window_s)} users rate its champion {online_high:.3f} at most, below the "
+        f"Over the last {days(window_s)} users rate its champion {online_high:.3f} at most, below the "
         f"{offline_low:.3f} of its offline score ({len(facts.online)} ratings)."
     )
 
 
-def _days(seconds: float) -> str:
+def days(seconds: float) -> str:
+    """Return a time in days, or in hours where it is shorter than a day."""
     return f"{seconds / DAY_S:.1f} days" if seconds >= DAY_S else f"{seconds / 3600:.1f} hours"

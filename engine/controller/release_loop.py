@@ -96,9 +96,11 @@ class Controller:
         self.latest: dict[str, Evidence] = {}
         self.decisions = ReleaseDecisions(self.catalog, self.applier, params.release_of, self.latest)
         self.faults: dict[str, str] = {}
+        # Of each policy the champion that has lost against its predecessor, and the figures.
+        self.lost: dict[str, tuple[str, str]] = {}
         self.last_tick = time.monotonic()
         self.requests = LoopRequests()
-        self.files = LedgerFiles(params.paths, self._on_ledger, self.tell)
+        self.files = LedgerFiles(params.paths, self.on_ledger, self.tell)
         self.reader = reader(self.catalog)
         self.chores = chores
         self._holder = holder
@@ -239,7 +241,7 @@ class Controller:
             self.faults.pop(f"release {ended}", None)
             self.reader.forget(ended)
 
-    def _on_ledger(self, work: Callable[[Ledger], T]) -> T:
+    def on_ledger(self, work: Callable[[Ledger], T]) -> T:
         """Do short work on the loop's thread, on a ledger with everything that is spooled."""
 
         def on_loop() -> T:

@@ -120,6 +120,15 @@ class PolicyConfig(Settings):
         description="Make the policy due when users' rewards were below the champion's offline score "
         "interval for this many seconds.",
     )
+    recheck: Literal["alarm", "rollback", "off"] = Field(
+        "alarm",
+        description="At night, score the champion again beside its predecessor when suite, verifier, "
+        "tokenizer, template or engine has changed. One that has lost by more than `release.score_margin` "
+        "raises an alarm, or is rolled back.",
+    )
+    recheck_after_s: float = Field(
+        7 * 86_400, gt=0, description="Score it again also after this many seconds without a change."
+    )
 
     @model_validator(mode="after")
     def _loss_has_its_settings(self) -> Self:

@@ -25,7 +25,7 @@ from flows.entry import (
     print_done,
     print_json,
 )
-from tasks.outcome import release_json, release_row
+from tasks.outcome import local_key, release_json, release_row
 
 if TYPE_CHECKING:
     from engine.clients.controller import ControllerClient
@@ -103,6 +103,28 @@ def rollback(
         controller.decide("lift" if lift else "rollback", reason, by, policy=policy, digest=digest)
     done = f"The tombstone of {revision} is lifted." if lift else f"{revision} is rolled back."
     print_done(as_json, done, revision=revision, by=by, reason=reason)
+
+
+@app.command()
+def recheck(
+    policy: Annotated[str, typer.Argument(help="The policy.")],
+    by: By = "cli",
+    as_json: Json = False,
+    params: ParamsFile = PARAMS,
+) -> None:
+    """Look at a policy's champion again beside its predecessor, as the nightly run does.
+
+    Where the suite, verifier, tokenizer, template, engine or code has changed since the last look, or that is
+    long ago, score both. A champion that has lost raises an alarm, or is rolled back (setting `recheck`).
+    """
+    settings = enter(params)
+    check(settings, [policy])
+    services.require_running(settings)
+    from flows.display import print_row
+    from tasks.recheck import recheck as look_again
+
+    found = look_again(settings, policy, local_key(settings), by)
+    print_json(found) if as_json else print_row(found)
 
 
 @app.command()

@@ -1,5 +1,6 @@
 """What people decide about a policy with two revisions: aliases, approvals, holds, restores, freezes."""
 
+import json
 import time
 from typing import Any
 
@@ -139,6 +140,10 @@ def promote_other(people: Operated, other: str) -> None:
 def test_restore_puts_the_previous_champion_back(people: Operated, other: str) -> None:
     before = people.answered_by(POLICY)
     promote_other(people, other)
+    # Both answer the whole suite beside each other.
+    looked = people.command("recheck", POLICY, "--json")
+    assert looked.returncode == 0, looked.stderr
+    assert json.loads(looked.stdout)["state"] in ("kept", "lost"), looked.stdout
     people.run("restore", policy=POLICY, reason="Users liked it better.")
     assert people.answered_by(POLICY) == before
 

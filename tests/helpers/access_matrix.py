@@ -41,7 +41,7 @@ CONTROLLER = (
     ("POST", "/policies"), ("POST", "/releases"), ("POST", "/releases/r1/approve"),
     ("POST", "/releases/r1/pause"), ("POST", "/releases/r1/resume"),
     ("POST", "/releases/r1/hold"), ("POST", "/probes"), ("POST", "/promote"), ("POST", "/rollback"),
-    ("POST", "/lift"), ("POST", "/restore"), ("POST", "/purge"), ("POST", "/erase"),
+    ("POST", "/lift"), ("POST", "/restore"), ("POST", "/purge"), ("POST", "/erase"), ("POST", "/recheck"),
     ("POST", "/freeze"), ("POST", "/thaw"), ("POST", "/events/f1"), ("POST", "/ledger"),
 )  # fmt: skip
 TRAINER = (
