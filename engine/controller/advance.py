@@ -13,6 +13,7 @@ from engine.controller.waits import Wait
 from engine.ledger.evaluations import EvaluatorUse, costs_in_words
 from engine.quality.budget import ErrorBudget
 from engine.quality.canary import CanaryResult
+from engine.quality.regression import Target
 from engine.quality.sequential import least_pairs
 from engine.quality.shadow import ShadowResult
 from engine.settings.own_functions import LIKELIHOODS
@@ -29,7 +30,8 @@ GENERAL_MARGIN = 0.05
 class OfflineScore:
     """Mean scores of revision and baseline, in [0, 1], on the `items` that both have answered.
 
-    `low` is the lower bound of the paired difference's 95% interval. `verifier` is that of the policy.
+    `low` is the lower bound of the paired difference's 95% interval. `verifier` is that of the policy. Where
+    only a part of the items was read, `part_of` says what that estimates: the suite's mean, or the task's.
     """
 
     items: int
@@ -37,6 +39,7 @@ class OfflineScore:
     baseline: float
     low: float = -1.0
     verifier: str = ""
+    part_of: Target | None = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,15 @@ def _score(release: Release, evidence: Evidence) -> Action:
         return Action("hold", "Revision and baseline have no scored items in common. Score both first.")
     name, change = LIKELIHOODS.get(score.verifier, "The offline score"), score.revision - score.baseline
     figures = f"{score.baseline:.3f} to {score.revision:.3f} on {score.items} items"
+    if score.part_of:
+        figures += f" that were chosen; it is estimated for the {score.part_of}"
+        if score.low > -settings.score_margin:
+            return _language(evidence.language, f"{name} went from {figures}.")
+        return Action(
+            "hold",
+            f"{name} went from {figures}, and may have fallen by {-score.low:.3f}; "
+            f"{settings.score_margin:g} is too much.",
+        )
     if settings.feedback == "none" and score.low < -settings.score_margin:
         return Action(
             "hold",

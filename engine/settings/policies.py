@@ -101,6 +101,11 @@ class PolicyConfig(Settings):
     )
     seed: int = Field(1, ge=0, description="Draw problems and samples from this random seed.")
     suite: str = Field(description="Score on this suite, a directory under eval_suites/.")
+    score_reads: Literal["all", "suite", "task"] = Field(
+        "all",
+        description="Score a new revision on all items of the suite, or on as many as show whether it has "
+        "fallen by release.score_margin: on the suite, or on the task that its items are a sample of.",
+    )
     general: bool = Field(
         False,
         description="Also score the perplexity on general text, and hold a revision that loses too much.",

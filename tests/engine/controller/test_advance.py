@@ -10,6 +10,7 @@ from engine.catalog.catalog import Release, Route
 from engine.controller.advance import Action, Evidence, LanguageScore, OfflineScore, advance
 from engine.quality.canary import CanaryResult, FeedbackCounts
 from engine.quality.guards import GuardResult
+from engine.quality.regression import Target
 from engine.settings.releases import BAKE_WEIGHT, ReleaseConfig
 from tests.helpers.canary_results import judged
 
@@ -261,6 +262,17 @@ def test_without_feedback_the_offline_scores_lower_bound_decides() -> None:
         score = OfflineScore(100, 0.9, 0.9, low)
         assert advance(row, evidence(score=score)).kind == kind
         assert advance(release(step="score"), evidence(score=score)).kind == "next_gate"
+
+
+@pytest.mark.parametrize("target", ["suite", "task"])
+def test_of_a_part_of_the_items_the_lower_bound_decides_and_the_gate_says_what_it_estimates(
+    target: Target,
+) -> None:
+    row = release(step="score", settings=SETTINGS.model_dump() | {"score_margin": 0.05})
+    for low, kind in ((-0.049, "next_gate"), (-0.05, "hold")):
+        action = advance(row, evidence(score=OfflineScore(100, 0.9, 0.9, low, part_of=target)))
+        assert action.kind == kind
+        assert f"estimated for the {target}" in action.reason
 
 
 def test_the_gate_says_what_was_scored() -> None:
