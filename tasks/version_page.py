@@ -85,13 +85,18 @@ def page(params: Params, client: "MlflowClient", facts: VersionFacts) -> str:
     name = served_name(facts.policy, facts.digest)
     parts = [
         f"## {name}\n\nAs of {moment(time.time())}.",
-        *(f"### {link.name.capitalize()}\n\n{link.says}" for link in why(params, name).links),
+        *(f"### {link.name.capitalize()}\n\n{_brief(link.says)}" for link in why(params, name).links),
         _lineage(client, facts),
         _curve(facts),
         _cost(facts),
         f"[Releases and evidence]({params.url('controller')}/)",
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _brief(says: str) -> str:
+    """Return the first lines of a list: MLflow's descriptions have 5,000 characters."""
+    return "\n".join(says.split("\n")[:7])
 
 
 def _lineage(client: "MlflowClient", facts: VersionFacts) -> str:

@@ -6,7 +6,7 @@ nothing known says why.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from statistics import fmean
 from typing import Any
@@ -22,6 +22,8 @@ from engine.ledger.ledger import open_ledger
 from engine.ledger.queries import latest_scores, named_rows
 from engine.quality.estimate import Difference, interval, paired_difference
 from engine.report.data import HAS_CURVE, Curve
+from engine.report.flipped_items import flipped_items
+from engine.report.links import Link
 from engine.report.overview import contract_of, role_of, suite_score, task_of
 from engine.report.training import spoken
 from engine.settings.params import DIGEST12, Params
@@ -111,16 +113,6 @@ class VersionFacts:
         for step in self.steps:
             spent.update(step.phases)
         return dict(spent)
-
-
-@dataclass(frozen=True)
-class Link:
-    """One link: `says` is a sentence for people, `facts` the same as data."""
-
-    name: str
-    known: bool
-    says: str
-    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -264,6 +256,7 @@ def _links(
         _revision_link(catalog, revision),
         _verdict_link(catalog, facts),
         _scores_link(facts),
+        flipped_items(ledger, facts.suite, revision, catalog.routes.get(policy)),
         _run_link(facts, revision, manifest),
         _data_link(ledger, catalog, revision, manifest),
         commit_link(str(manifest.get("code_version", ""))),

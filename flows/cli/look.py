@@ -147,14 +147,24 @@ def ls(
 @app.command()
 def why(
     subject: Annotated[str, typer.Argument(help="Response id, POLICY@DIGEST, digest or policy.")],
+    samples: Annotated[
+        int | None,
+        typer.Option(min=4, max=64, help="Also compare so many answers, such as 16, to each uncertain item."),
+    ] = None,
     as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Explain where an answer or a revision comes from: verdict, scores, run, data, commit."""
+    """Explain where an answer or a revision comes from: verdict, scores, items, run, data, commit.
+
+    Items are those won and lost against the champion, of the champion against the one before. With --samples
+    the running engine answers the suite's uncertain items, and those whose chance differs are listed.
+    """
     settings = enter(params)
+    if samples:
+        services.require_running(settings)
     from tasks import look
 
-    fresh, chain = look.as_of(settings), look.explain(settings, subject)
+    fresh, chain = look.as_of(settings), look.explain(settings, subject, samples)
     if as_json:
         return print_json({"as_of": fresh, **asdict(chain)})
     from flows.display import print_links

@@ -14,6 +14,7 @@ SHARED = {
         "tests/engine/serving/test_parity.py",
         "tests/engine/training/test_loop.py",
         "tests/engine/verification/test_probe_gate.py",
+        "tests/tasks/test_flips.py",
         "tests/tasks/test_general.py",
         "tests/tasks/test_score.py",
     },

@@ -28,7 +28,7 @@ from tests.helpers.live import free_port
 from tests.helpers.repository import ROOT
 from tests.helpers.rows import NEW, OLD, THIRD, fill
 
-NAMES = ["revision", "verdict", "scores", "run", "data", "commit"]
+NAMES = ["revision", "verdict", "scores", "items", "run", "data", "commit"]
 GONE = "dd" * 32
 
 
@@ -37,7 +37,9 @@ def emit(spool: Spool) -> None:
         for item in range(10):
             spool.emit("scores", policy="sorting" if digest else None, digest=digest, base="base",
                        item=f"{item}", suite="sorting-json", suite_version="2",
-                       score=float(item < right))  # fmt: skip
+                       score=float(item < right), answer="yes" if item < right else "",
+                       question=f"Is  {item}\na `b`?" if digest else None,
+                       segment="few" if item < 7 else None)  # fmt: skip
     for step in (1, 2):
         spool.emit("train_steps", policy="sorting", session="line-1", step=step, digest=GONE, reward=step / 2,
                    tokens=100, rollout_s=1.0, reward_s=0.0, update_s=2.0, handoff_s=0.5)  # fmt: skip
@@ -121,6 +123,22 @@ def test_a_revision_is_named_in_four_ways(params: Params, subject: str) -> None:
     assert (chain.digest, [link.name for link in chain.links]) == (NEW, NAMES)
 
 
+def test_won_and_lost_items_have_both_answers(params: Params) -> None:
+    """The champion's are those against the champion before it; the others' against the champion."""
+    link = next(link for link in why(params, "sorting").links if link.name == "items")
+    assert (link.facts["against"], link.facts["won"], link.facts["lost"]) == (OLD, 3, 0)
+    assert link.says.splitlines() == [
+        f"3 won and 0 lost of 10 against the previous champion {OLD[:12]}.",
+        "- won 6 (few): `Is 6 a 'b'?` → `yes`, the other nothing",
+        "- won 7: `Is 7 a 'b'?` → `yes`, the other nothing",
+        "- won 8: `Is 8 a 'b'?` → `yes`, the other nothing",
+    ]
+    assert [one["score"] for one in link.facts["won_items"]] == [1.0] * 3
+    before = next(link for link in why(params, f"sorting@{OLD}").links if link.name == "items")
+    assert (before.facts["against"], before.facts["lost"]) == (NEW, 3)
+    assert f"against the champion {NEW[:12]}" in before.says
+
+
 def test_what_is_not_known_is_said(params: Params) -> None:
     chain = why(params, f"sorting@{THIRD}")
     known = {link.name: link.known for link in chain.links}
@@ -129,6 +147,7 @@ def test_what_is_not_known_is_said(params: Params) -> None:
     assert "ann: It shouts." in says["revision"]
     assert says["verdict"] == "It has no verdict yet."
     assert says["scores"] == "It was not scored on sorting-json."
+    assert says["items"] == f"No item has a score of both it and the champion {NEW[:12]}."
     assert says["run"] == "This machine has no manifest of it."
 
 
