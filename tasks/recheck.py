@@ -33,7 +33,7 @@ def _score_if_due(params: Params, policy: str, pair: Pair, key: str) -> str:
         return ""
     champion, (made, items) = pair.champion, _in_force(params, config.suite)
     with open_ledger(params.paths.ledger_snapshot) as ledger:
-        seen = looks(ledger, champion.base, policy, config.suite, champion.digest, pair.predecessor)
+        seen = looks(ledger, config.suite, champion.base, policy, champion.digest, pair.predecessor)
     why = due(seen, made, items, time.time(), config.recheck_after_s)
     if why:
         # The same until these scores are in the ledger, and then never again.

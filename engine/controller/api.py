@@ -229,9 +229,10 @@ def _add_decisions(app: FastAPI, controller: Controller) -> None:
     add("/restore", RestoreBody, decisions.restore)
 
     @app.post("/recheck")
-    def look_again(body: RecheckBody, key: Admin) -> dict[str, Any]:
+    def look_again(body: RecheckBody, key: Admin) -> dict[str, str]:
         by = key.named(body.by)
-        return asdict(controller.on_ledger(lambda ledger: recheck(controller, ledger, body.policy, by)))
+        state, reason = controller.on_ledger(lambda ledger: recheck(controller, ledger, body.policy, by))
+        return {"state": state, "reason": reason}
 
     @app.post("/purge")
     def purge(body: PurgeBody, key: Admin) -> dict[str, int]:

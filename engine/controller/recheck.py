@@ -9,9 +9,8 @@ changes, not for each look, and look k has the level ALPHA / (k (k + 1)), which 
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal
+from typing import NamedTuple
 
 from engine.catalog.catalog import Catalog, Notice, Revision
 from engine.controller.due import days
@@ -27,21 +26,12 @@ ROLLED_BACK = "graftwork.champion.rolled_back"
 NAMES = uuid.UUID("5b3c2f0e-3d67-5c0d-8f0c-0f4f0a8b1d52")
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """A policy's champion and its predecessor's digest, None for the base; or why it is not looked at."""
 
     champion: Revision | None = None
     predecessor: str | None = None
     blocked: str = ""
-
-
-@dataclass(frozen=True)
-class Recheck:
-    """What a look has found, and its reason in a sentence."""
-
-    state: Literal["kept", "lost", "rolled_back", "skipped"]
-    reason: str
 
 
 def pair_of(catalog: Catalog, policy: str) -> Pair:
@@ -52,21 +42,17 @@ def pair_of(catalog: Catalog, policy: str) -> Pair:
         return Pair(blocked="It has no revision yet.")
     if route.champion is None:
         return Pair(blocked="It has no champion: the base answers.")
-    champion = catalog.revisions.find(policy, route.champion)
-    if champion is None:
-        return Pair(blocked=f"Its champion {route.champion[:12]} is no longer in the catalog.")
-    if champion.base != row.base:
-        return Pair(blocked=f"Its champion was trained on another base, {champion.base[:12]}.")
     if running := catalog.releases.all(policy, open_only=True):
         return Pair(blocked=f"Its release of {running[0].revision[:12]} is running.")
     # A rollback leaves out a predecessor with a tombstone.
-    if route.previous is None or catalog.tombstones.find(policy, route.previous):
-        return Pair(champion)
-    previous = catalog.revisions.find(policy, route.previous)
-    if previous is None or previous.base != row.base:
-        gone = "of another base" if previous else "no longer in the catalog"
-        return Pair(blocked=f"Its predecessor {route.previous[:12]} is {gone}: there is nothing to compare.")
-    return Pair(champion, previous.digest)
+    has_previous = route.previous and not catalog.tombstones.find(policy, route.previous)
+    predecessor = route.previous if has_previous else None
+    for role, digest in (("champion", route.champion), ("predecessor", predecessor)):
+        revision = catalog.revisions.find(policy, digest) if digest else None
+        if digest and (revision is None or revision.base != row.base):
+            gone = "of another base" if revision else "no longer in the catalog"
+            return Pair(blocked=f"Its {role} {digest[:12]} is {gone}: there is nothing to compare.")
+    return Pair(catalog.revisions.find(policy, route.champion), predecessor)
 
 
 def due(seen: Sequence[CommonScores], made: Made, items: int, now: float, after_s: float) -> str | None:
@@ -78,15 +64,8 @@ def due(seen: Sequence[CommonScores], made: Made, items: int, now: float, after_
     if not seen:
         return "Champion and predecessor have not been scored together."
     last = max(seen, key=lambda look: look.at).made
-    changed = [
-        name
-        for name, before, after in (
-            ("suite, verifier, tokenizer or template", last.suite_version, made.suite_version),
-            ("engine's settings", last.config_hash, made.config_hash),
-            ("code", last.code_version, made.code_version),
-        )
-        if before != after
-    ]
+    parts = ("suite, verifier, tokenizer or template", "engine's settings", "code")
+    changed = [part for part, old, new in zip(parts, last, made, strict=True) if old != new]
     return f"Changed since the last look: {', '.join(changed) or 'the items'}."
 
 
@@ -108,36 +87,35 @@ def judge(seen: Sequence[CommonScores], margin: float) -> tuple[bool, str]:
     )
 
 
-def recheck(controller: Controller, ledger: Ledger, policy: str, by: str) -> Recheck:
+def recheck(controller: Controller, ledger: Ledger, policy: str, by: str) -> tuple[str, str]:
     """Judge a policy's champion by the ledger's scores; raise the alarm, or roll it back in the name of `by`.
 
-    For the loop's thread. Raises `ConfigError` for a policy without settings.
+    Return kept, lost, rolled_back or skipped, and the reason in a sentence. For the loop's thread. Raises
+    `ConfigError` for a policy without settings.
     """
     params, catalog, decisions = controller.params, controller.catalog, controller.decisions
     config = params.policy(policy)
     with decisions.lock:
-        pair = pair_of(catalog, policy)
-        if pair.champion is None:
-            return Recheck("skipped", pair.blocked)
+        champion, predecessor, blocked = pair_of(catalog, policy)
+        if champion is None:
+            return "skipped", blocked
         controller.lost.pop(policy, None)
         if config.recheck == "off":
-            return Recheck("skipped", "Its setting `recheck` is off.")
-        champion, before = pair.champion, pair.predecessor
-        seen = looks(ledger.connection, champion.base, policy, config.suite, champion.digest, before)
+            return "skipped", "Its setting `recheck` is off."
+        digest, base = champion.digest, champion.base
+        seen = looks(ledger.connection, config.suite, base, policy, digest, predecessor)
         if not seen:
-            return Recheck("skipped", "Champion and predecessor have no scores in common. Score both first.")
+            return "skipped", "Champion and predecessor have no scores in common. Score both first."
         has_lost, figures = judge(seen, params.release_of(policy).score_margin)
         if not has_lost:
-            return Recheck("kept", f"The champion {champion.digest[:12]} has {figures}")
-        reason = f"Looked at again, the champion {champion.digest[:12]} has lost: it has {figures}"
+            return "kept", f"The champion {digest[:12]} has {figures}"
+        reason = f"Looked at again, the champion {digest[:12]} has lost: it has {figures}"
         if config.recheck == "rollback" and not decisions.frozen():
             # Told first: after a crash in between, the rollback is repeated, and this is the same notice.
-            id = str(uuid.uuid5(NAMES, f"{policy}/{champion.digest}/{catalog.routes.get(policy).version}"))
-            link, now = f"{params.url('controller')}/", time.time()
-            catalog.notices.add(Notice(id, ROLLED_BACK, policy, champion.digest, reason, link, now))
-            decisions.rollback(policy, champion.digest, by, reason)
-            return Recheck("rolled_back", reason)
-        if config.recheck == "rollback":
-            reason += " Releases are frozen, so it stays."
-        controller.lost[policy] = champion.digest, reason
-        return Recheck("lost", reason)
+            id = str(uuid.uuid5(NAMES, f"{policy}/{digest}/{catalog.routes.get(policy).version}"))
+            link = f"{params.url('controller')}/"
+            catalog.notices.add(Notice(id, ROLLED_BACK, policy, digest, reason, link, time.time()))
+            decisions.rollback(policy, digest, by, reason)
+            return "rolled_back", reason
+        controller.lost[policy] = digest, reason
+        return "lost", reason

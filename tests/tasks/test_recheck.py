@@ -32,8 +32,8 @@ MADE = Made("1", "engine", "code")
 
 
 def paired(mine: float, theirs: float, made: Made = MADE, at: float = 0.0, items: int = 100) -> CommonScores:
-    right = [tuple(float(item < items * share) for item in range(items)) for share in (mine, theirs)]
-    return CommonScores(made, right[0], right[1], at, at)
+    right = [[float(item < items * share) for item in range(items)] for share in (mine, theirs)]
+    return CommonScores(made, *right, at)
 
 
 SEEN = [paired(1, 1), paired(1, 1, MADE._replace(suite_version="2"), at=DAY_S)]
@@ -167,7 +167,7 @@ def test_with_the_setting_it_is_rolled_back_as_by_a_person_but_not_while_frozen(
     one.controller.decisions.freeze("ada", "A holiday.")
     frozen = one.recheck()
     assert (frozen["state"], one.champion) == ("lost", NEW)
-    assert "frozen" in alarms(one.controller)["champion of sorting"]
+    assert alarms(one.controller)["champion of sorting"] == frozen["reason"]
     one.controller.decisions.thaw("ada", "It is over.")
     found = one.recheck()
     assert (found["state"], one.champion) == ("rolled_back", OLD)
