@@ -17,7 +17,7 @@ import duckdb
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.files import sync
 from engine.ledger.copies import LedgerCopy, LedgerFile
-from engine.ledger.spool import REJECTED, Spool, read_lines, ready_files
+from engine.ledger.spool import FINITE, REJECTED, Spool, infinite, read_lines, ready_files
 from engine.version import UPGRADE_FIRST
 
 __all__ = ["Ledger", "Spool", "open_snapshot"]
@@ -90,7 +90,8 @@ class Ledger:
 
         Events of policies that are `gone` are dropped: an answer that was under way while its policy was
         purged is recorded afterwards. An event whose id is known is ignored; a file is removed after the
-        commit. Lines that fit no table are moved to `rejected/` beside the spool's files.
+        commit. Lines that fit no table, and scores that are not finite, are moved to `rejected/` beside the
+        spool's files.
         """
         new = 0
         files = ready_files(spool_root)
@@ -152,8 +153,8 @@ class Ledger:
         for path in files:
             for line in read_lines(path):
                 event = _parse(line, self.columns)
-                if event is None:
-                    bad.setdefault(path, []).append(line)
+                if isinstance(event, bytes):
+                    bad.setdefault(path, []).append(event)
                 else:
                     events.setdefault(event.pop("table"), {}).setdefault(event["id"], event)
         _drop_gone(events, bad, gone)
@@ -300,20 +301,25 @@ def table_columns(connection: duckdb.DuckDBPyConnection) -> dict[str, dict[str, 
     return tables
 
 
-def _parse(line: bytes, tables: dict[str, dict[str, str]]) -> dict[str, Any] | None:
-    """Return an event that fits its table; None for any other line. NaN and Infinity become null."""
+def _parse(line: bytes, tables: dict[str, dict[str, str]]) -> dict[str, Any] | bytes:
+    """Return an event that fits its table; of any other line what to put aside.
+
+    NaN and Infinity become null; an event of `FINITE` that has one is put aside, with the reason.
+    """
     try:
         event = json.loads(line, parse_constant=lambda _: None)
     except ValueError:
-        return None
+        return line
     if not isinstance(event, dict):
-        return None
+        return line
     columns = tables.get(str(event.get("table")))
     if columns is None or event.get("id") is None or event.get("at") is None:
-        return None
+        return line
     for name, value in event.items():
         if name == "table" or value is None:
             continue
         if not isinstance(value, JSON_TYPES.get(columns.get(name, ""), ())):
-            return None
+            return line
+    if event["table"] in FINITE and (fault := infinite(json.loads(line))):
+        return line.rstrip()[:-1] + f', "{REJECTED}": {json.dumps(fault)}}}\n'.encode()
     return event

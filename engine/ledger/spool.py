@@ -8,16 +8,18 @@ files (`sender.py`).
 """
 
 import contextlib
+import math
 import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from engine.errors import ConfigError
 from engine.file_lock import create_locked, has_holder
 from engine.threads import PeriodicThread
 
@@ -27,6 +29,8 @@ OLDEST_NEW_S = 3600.0
 ROTATE_BYTES = 1 << 20
 # In a spool's directory: what no ledger takes. A purge and an erasure look there, too.
 REJECTED = "rejected"
+# Tables of what quality is judged by: a figure that is not finite has no place there, not even as NULL.
+FINITE = ("scores", "estimates")
 
 
 class Spool:
@@ -49,8 +53,11 @@ class Spool:
     def emit(self, table: str, **fields: Any) -> str:
         """Append one event and return its id; `id` and `at` (epoch seconds) may be given.
 
-        Raises `OSError` when the disk is full; the event is then not in the file.
+        Raises `OSError` when the disk is full and `ConfigError` for a score that is not finite; the event is
+        then not in the file.
         """
+        if table in FINITE and (fault := infinite(fields)):
+            raise ConfigError(fault)
         event = {"id": fields.get("id") or str(uuid.uuid4()), "table": table, "at": time.time(), **fields}
         line = orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE)
         with self._lock:
@@ -120,6 +127,18 @@ class Spool:
         path = self.root / f"{name}.open"
         self._fd, self._size = create_locked(self.root / f"{name}.new", path, os.O_APPEND), 0
         self._path = path
+
+
+def infinite(fields: Mapping[str, Any]) -> str:
+    """Return a sentence on the first figure that is NaN or infinite, empty when there is none."""
+    for name, value in fields.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            what = ", ".join(str(fields[key]) for key in ("suite", "item", "segment") if fields.get(key))
+            return (
+                f"The {name} of {what or 'a row'} is {value}, which no mean can hold. Correct the verifier "
+                "or scorer that returned it, and score again."
+            )
+    return ""
 
 
 def ready_files(root: Path) -> list[Path]:

@@ -26,6 +26,7 @@ from engine.training.line_of_training import Line, line_of
 from engine.training.rollout_data import Ahead, Source
 from engine.training.sample_groups import SamplesGroups
 from engine.training.service.client import TrainerClient
+from engine.training.service.protocol import Exported
 from engine.version import code_version
 
 # What a row holds for a restarted run, and the ledger does not: the revision that was exported before the
@@ -68,6 +69,14 @@ class Run:
         """Append a step's row to the ledger's spool; the row's id makes a repeated append harmless."""
         fields = {name: value for name, value in row.items() if name not in FOR_RESTARTS}
         self.spool.emit("train_steps", id=f"{self.line.session}-{row['step']}", **fields, **self.identity)
+
+    def record_export(self, exported: Exported) -> None:
+        """Tell the ledger which revision the line made; its id makes a repeated export harmless."""
+        line = self.line
+        self.spool.emit(
+            "revisions", id=f"{line.session}@{exported.digest}", policy=self.policy, digest=exported.digest,
+            parent=line.parent, session=line.session, step=exported.step, **self.identity,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Release the session, and close the trainer's client, the spool, the verifier and the engines."""

@@ -584,3 +584,23 @@ def test_only_their_user_reads_the_events_of_a_spool(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert open_mode | {path.stat().st_mode & 0o777 for path in spool.root.iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-1e999"])
+def test_a_score_that_is_not_finite_is_refused_with_a_sentence(
+    value: str, spool: Spool, ledger: Ledger
+) -> None:
+    fields = {"policy": "p", "suite": "sums", "item": "7"}
+    for table, name in (("scores", "score"), ("estimates", "low")):
+        with pytest.raises(ConfigError, match=f"The {name} of sums, 7 is -?(nan|inf)"):
+            spool.emit(table, **fields, **{name: float(value)})
+    lines = [
+        f'{{"id": "{id}", "at": 1.0, "table": "scores", "policy": "p", "suite": "sums", "score": {score}}}\n'
+        for id, score in (("a", value), ("b", "0.5"))
+    ]
+    (spool.root / "dead-1-x.jsonl").write_text("".join(lines))
+    assert ledger.ingest(spool.root) == 1
+    assert rows(ledger, "SELECT id, score FROM scores") == [("b", 0.5)]
+    (rejected,) = (spool.root / "rejected" / "dead-1-x.jsonl").read_text().splitlines()
+    assert rejected.startswith(lines[0].rstrip()[:-1])
+    assert "The score of sums is" in json.loads(rejected)["rejected"]

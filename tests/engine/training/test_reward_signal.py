@@ -74,6 +74,8 @@ class Client:
         self.history: list[dict[str, Any]] = []
         self.sent: list[list[Datum]] = []
         self.backpressure_s: dict[str, float] = {}
+        # What the ledger was told, by table and id.
+        self.told: dict[tuple[str, str], dict[str, Any]] = {}
 
     def create_session(self, session: str, policy: str, **_: Any) -> SessionInfo:
         return SessionInfo(session, policy, len(self.history), 0, 1, "base", None, tuple(self.history))
@@ -95,6 +97,9 @@ class Client:
 
     def close_session(self, session: SessionInfo) -> None:
         pass
+
+    def emit(self, table: str, *, id: str, **fields: Any) -> None:
+        self.told[table, id] = fields
 
     release = close = lambda self: None
 
@@ -132,7 +137,7 @@ def trained(
             source(config),
             Client(),
         )
-        spool: Any = SimpleNamespace(emit=lambda *_, **__: None, close=lambda: None)
+        spool: Any = SimpleNamespace(emit=client.emit, close=lambda: None)
         ahead = rollout_data.Ahead(drawn_from)
         parts: Any = (params, "sums", config, drawn_from.line, drawn_from, ahead, client, spool, verifier)
         monkeypatch.setattr(loop, "prepare", lambda *_: Run(*parts))
@@ -434,3 +439,11 @@ def test_a_collapse_is_told_once_and_stops_a_run_that_says_so(
             trained(verifier, config)
         trained(verifier, config.model_copy(update={"collapse": "warn"}))
         assert len(client.history) == 7
+
+
+def test_the_ledger_is_told_which_line_made_a_revision(trained: Any) -> None:
+    made, client = trained(Judge(otherwise=SPREAD))
+    told = client.told["revisions", f"sums-1@{made.digest}"]
+    wanted = {"policy": "sums", "digest": made.digest, "parent": None, "session": "sums-1", "step": made.step}
+    assert {name: told[name] for name in wanted} == wanted
+    assert ("train_steps", f"sums-1-{made.step}") in client.told
