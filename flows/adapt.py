@@ -31,18 +31,22 @@ def adapt(form: AdaptForm) -> Adapted:
         version = steps.register(params, policy, trained.directory, trained.curve)
     with stages("verify"):
         steps.verify(params, policy, trained.digest, key)
-    base = revision = None
+    base = revision = part = None
     general: Sequence[Any] = ()
     if form.scored:
         with stages("score"):
             base = steps.score(params, policy, None, config.suite, key)
-            revision = steps.score(params, policy, trained.digest, config.suite, key)
-            steps.score_champion(params, policy, trained.digest, config.suite, key)
+            champion = steps.score_champion(params, policy, trained.digest, config.suite, key)
+            if config.score_reads == "all":
+                revision = steps.score(params, policy, trained.digest, config.suite, key, (base, champion))
+            else:
+                baseline, target = champion or base, config.score_reads
+                part = steps.score_part(params, policy, trained.digest, baseline, key, target)
             if config.general:
                 general = steps.score_general(params, policy, trained.digest, key)
     steps.update_page(params, policy, trained.digest)
     adapted = Adapted(
-        policy, trained.digest, trained.directory, version, base, revision, stages.seconds, general
+        policy, trained.digest, trained.directory, version, base, revision, stages.seconds, general, part
     )
     show_table([adapted.row()], f"revision-{policy}", f"The newest revision of {policy}")
     page = f"{params.url('mlflow')}/#/models/{policy}/versions/{version}"

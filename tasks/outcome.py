@@ -15,9 +15,11 @@ from engine.errors import ServiceError
 from engine.settings.params import Params
 
 if TYPE_CHECKING:
+    from engine.ledger.estimates import Estimate
     from engine.quality.estimate import Difference
     from engine.report.data import SuiteScore
     from tasks.general import Perplexity
+    from tasks.part_score import PartScore
     from tasks.score import Score
 
 SETTLE_S = 15.0
@@ -45,6 +47,7 @@ class Adapted:
     """One policy's new revision: its directory, its version in MLflow, the scores of base and revision.
 
     `general` are the perplexities of base and revision on general text, where the policy has them measured.
+    `part` stands for the revision's score where only a part of the suite was read.
     """
 
     policy: str
@@ -55,6 +58,7 @@ class Adapted:
     revision: "Score | None"
     seconds: Mapping[str, float]
     general: "Sequence[Perplexity]" = ()
+    part: "PartScore | None" = None
 
     @property
     def scores(self) -> dict[str, str]:
@@ -62,8 +66,8 @@ class Adapted:
         told = {"perplexity": " to ".join(f"{one.value:.2f}" for one in self.general)} if self.general else {}
         if self.base and self.revision and self.base.held_out_loss is not None:
             told["held-out loss"] = f"{self.base.held_out_loss:.3f} to {self.revision.held_out_loss:.3f}"
-        scores = {"base score": interval_text(self.base), "revision score": interval_text(self.revision)}
-        return {**scores, **told}
+        scored = part_text(self.part.own) if self.part else interval_text(self.revision)
+        return {"base score": interval_text(self.base), "revision score": scored, **told}
 
     def row(self) -> dict[str, Any]:
         """Return a table row."""
@@ -80,6 +84,7 @@ class Adapted:
             "directory": str(self.directory),
             "base": self.base and score_json(self.base),
             "revision": self.revision and score_json(self.revision),
+            "part": self.part and part_json(self.part),
             "general": [asdict(one) for one in self.general],
             "seconds": dict(self.seconds),
         }
@@ -125,6 +130,19 @@ def local_key(params: Params) -> str:
 def interval_text(score: "Score | SuiteScore | None", missing: str = "–") -> str:
     """Return `61.5% [54.6, 67.9]`, or `missing` for no score."""
     return f"{score.mean:.1%} [{100 * score.ci_low:.1f}, {100 * score.ci_high:.1f}]" if score else missing
+
+
+def part_text(found: "Estimate") -> str:
+    """Return `61.5% [54.6, 67.9] of the suite, 96 of 200 items`."""
+    interval = f"[{100 * found.low:.1f}, {100 * found.high:.1f}]"
+    return f"{found.mean:.1%} {interval} of the {found.target}, {found.items} of {found.available} items"
+
+
+def part_json(part: "PartScore") -> dict[str, Any]:
+    """Return what a part of a suite's items says as JSON values."""
+    return {
+        "own": asdict(part.own), "difference": asdict(part.difference), "has_fallen": part.has_fallen
+    }  # fmt: skip
 
 
 def age(seconds: float) -> str:

@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,12 +23,14 @@ from engine.catalog.catalog import text_digests
 from engine.catalog.records import served_name
 from engine.clients.engine import EngineClient
 from engine.errors import ServiceError
+from engine.ledger.estimates import BASE, Estimate
 from engine.ledger.ledger import open_snapshot
 from engine.ledger.sender import open_spool
 from engine.quality.estimate import interval
 from engine.settings.own_functions import LIKELIHOODS, refuse_unlisted
 from engine.settings.params import Params, content_hash
 from engine.version import code_version
+from tasks.estimates import emit_difference, emit_means
 from tasks.suites import Suite, faults, load_suite
 
 RECORDED = """
@@ -99,15 +102,34 @@ def score(
     known = recorded(params, base, policy, digest, opened) if reuse else ()
     failed: Counter[str] = Counter()
     token = faults.set(failed)
-    items = known or _ask_engine(params, policy, digest, opened, key, root)
+    items = known or ask_engine(params, policy, digest, opened, key, root)
     faults.reset(token)
-    if not known:
-        emit_scores(params, base, policy, digest, opened, items)
     low, high = interval([item.score for item in items])
     mean, seconds = fmean(item.score for item in items), time.monotonic() - started
-    return Score(
+    scored = Score(
         policy, digest, base, opened.name, opened.version, mean, low, high, items, bool(known), seconds,
         failed.total(), _loss(opened, items),
+    )  # fmt: skip
+    if not known:
+        emit_scores(params, base, policy, digest, opened, items)
+        scores, segments = [item.score for item in items], [item.segment for item in opened.items]
+        emit_means(params, _estimate(params, scored), scores, segments)
+    return scored
+
+
+def compare(params: Params, score: Score, other: Score) -> None:
+    """Emit the difference of a revision's score to another's, or to the base's; idempotent."""
+    row = replace(_estimate(params, score), against=other.digest or BASE)
+    mine, theirs = ([item.score for item in each.items] for each in (score, other))
+    emit_difference(params, row, mine, theirs)
+
+
+def _estimate(params: Params, score: Score) -> Estimate:
+    # The base belongs to no policy.
+    policy, count = score.policy if score.digest else None, len(score.items)
+    return Estimate(
+        policy, score.digest, score.base, score.suite, score.suite_version, "suite", score.mean, score.ci_low,
+        score.ci_high, count, count, seconds=score.seconds, config_hash=content_hash(params.engine),
     )  # fmt: skip
 
 
@@ -151,9 +173,14 @@ def recorded(
     return tuple(scores[item.id] for item in suite.items) if len(scores) == len(suite.items) else ()
 
 
-def _ask_engine(
-    params: Params, policy: str, digest: str | None, suite: Suite, key: str, root: Path
-) -> tuple[ItemScore, ...]:
+def ask_engine(
+    params: Params, policy: str, digest: str | None, suite: Suite, key: str, root: Path,
+    places: Sequence[int] | None = None,
+) -> tuple[ItemScore, ...]:  # fmt: skip
+    """Return the scores of a suite's items, or of those at some places in it, in the suite's order.
+
+    Raises `ServiceError` when the engine does not answer.
+    """
     import requests
     from lm_eval.evaluator import evaluate
     from lm_eval.tasks import TaskManager
@@ -167,6 +194,7 @@ def _ask_engine(
         results = evaluate(
             _completions(params, model, key, suite.rule.get("verifier") in LIKELIHOODS),
             manager.load([suite.name]),
+            samples=None if places is None else {suite.name: list(places)},
             bootstrap_iters=0,
             log_samples=True,
         )
@@ -208,15 +236,19 @@ def _completions(params: Params, model: str, key: str, with_tokens: bool) -> Any
 
 
 def emit_scores(
-    params: Params, base: str, policy: str, digest: str | None, suite: Suite, items: tuple[ItemScore, ...]
-) -> None:
-    """Emit scores to the ledger through the spool. Idempotent: a row's id derives from its content."""
-    run = _row_id(base, policy, digest, suite, "*")
+    params: Params, base: str, policy: str, digest: str | None, suite: Suite, items: Sequence[ItemScore],
+    *, is_part: bool = False,
+) -> None:  # fmt: skip
+    """Emit scores to the ledger through the spool. Idempotent: a row's id derives from its content.
+
+    Of a part of the items, which were chosen, they are `readings`.
+    """
+    run = {} if is_part else {"run": _row_id(base, policy, digest, suite, "*")}
     asked = {item.id: item for item in suite.items}
     with closing(open_spool(params, "score")) as spool:
         for item in items:
             spool.emit(
-                "scores",
+                "readings" if is_part else "scores",
                 id=_row_id(base, policy, digest, suite, item.item),
                 code_version=code_version(),
                 config_hash=content_hash(params.engine),
@@ -231,7 +263,7 @@ def emit_scores(
                 # The base's rows outlive a policy that is purged, so they hold nothing of its data.
                 question=asked[item.item].question if digest else None,
                 segment=asked[item.item].segment or None,
-                run=run,
+                **run,
             )
 
 

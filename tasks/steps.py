@@ -26,8 +26,10 @@ from tasks import verify as verification
 from tasks.progress import WaitsTable, both, log_collapse
 
 if TYPE_CHECKING:
+    from engine.quality.regression import Target
     from engine.training.loop import Trained
     from tasks.general import Perplexity
+    from tasks.part_score import PartScore
     from tasks.score import Score
 
 verify = task(name="verify", task_run_name="verify {policy}", cache_policy=NO_CACHE)(verification.verify)
@@ -40,6 +42,7 @@ LAZY = (
     "lm_eval.evaluator",
     "lm_eval.models.openai_completions",
     "mlflow:MlflowClient",
+    "tasks.part_score",
     "tasks.recheck",
     "tasks.register",
     "tasks.score",
@@ -88,11 +91,18 @@ def register(params: Params, policy: str, directory: Path, curve: Sequence[Mappi
 
 
 @task(name="score", task_run_name="score {policy}", cache_policy=NO_CACHE)
-def score(params: Params, policy: str, digest: str | None, suite: str, key: str) -> "Score":
-    """Score a revision or the base on a frozen suite through the live engine."""
+def score(
+    params: Params, policy: str, digest: str | None, suite: str, key: str,
+    against: Sequence["Score | None"] = (),
+) -> "Score":  # fmt: skip
+    """Score a revision or the base on a frozen suite through the live engine, and compare it with others."""
     from tasks import score as plain
 
-    return plain.score(params, policy, digest, suite, key)
+    found = plain.score(params, policy, digest, suite, key)
+    for other in against:
+        if other:
+            plain.compare(params, found, other)
+    return found
 
 
 @task(name="score general", task_run_name="score general text of {policy}", cache_policy=NO_CACHE)
@@ -104,16 +114,25 @@ def score_general(params: Params, policy: str, digest: str, key: str) -> "list[P
 
 
 @task(name="score champion", task_run_name="score champion of {policy}", cache_policy=NO_CACHE)
-def score_champion(params: Params, policy: str, digest: str, suite: str, key: str) -> None:
-    """Score the champion, the baseline of a release of `digest`, on the suite's current version."""
+def score_champion(params: Params, policy: str, digest: str, suite: str, key: str) -> "Score | None":
+    """Score the champion, the baseline of a release of `digest`, on the suite's current version, if any."""
     from engine.catalog.opening import open_catalog
     from tasks import score as plain
 
     with open_catalog(params.paths) as catalog:
         champion, revision = catalog.routes.get(policy).champion, catalog.revisions.get(policy, digest)
         same_base = champion and catalog.revisions.get(policy, champion).base == revision.base
-    if champion != digest and same_base:
-        plain.score(params, policy, champion, suite, key)
+    return plain.score(params, policy, champion, suite, key) if champion != digest and same_base else None
+
+
+@task(name="score part", task_run_name="score part of {policy}", cache_policy=NO_CACHE)
+def score_part(
+    params: Params, policy: str, digest: str, baseline: "Score", key: str, target: "Target"
+) -> "PartScore":
+    """Score a revision on as many items as show whether it has fallen below its baseline."""
+    from tasks import part_score as plain
+
+    return plain.score_part(params, policy, digest, baseline, key, target)
 
 
 @task(name="recheck", task_run_name="recheck {policy}", cache_policy=NO_CACHE)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from engine.catalog.catalog import Catalog, Release
 from engine.controller.advance import Evidence, LanguageScore, OfflineScore
 from engine.ledger.canaries import CanaryReader
+from engine.ledger.estimates import BASE, newest_estimates
 from engine.ledger.evaluations import evaluator_uses
 from engine.ledger.ledger import Ledger
 from engine.ledger.queries import latest_scores, recent_units_per_s
@@ -108,11 +109,14 @@ class EvidenceReader:
 
     def _score(self, release: Release, base: str, ledger: Ledger) -> OfflineScore | None:
         config = self._catalog.policies.get(release.policy).config
-        mine, theirs = _common_scores(ledger, base, release, config.get("suite", ""), release.baseline)
-        if not mine or release.revision == release.baseline:
+        suite, verifier = config.get("suite", ""), config.get("verifier", "")
+        if release.revision == release.baseline:
             return None
+        mine, theirs = _common_scores(ledger, base, release, suite, release.baseline)
+        if not mine:
+            return _part_score(ledger, base, release, suite, verifier)
         low = paired_difference(mine, theirs).low
-        return OfflineScore(len(mine), fmean(mine), fmean(theirs), low, config.get("verifier", ""))
+        return OfflineScore(len(mine), fmean(mine), fmean(theirs), low, verifier)
 
     def _language(self, release: Release, base: str, ledger: Ledger) -> LanguageScore | None:
         if not self._catalog.policies.get(release.policy).config.get("general"):
@@ -183,3 +187,24 @@ def _common_scores(
     )
     common = sorted(mine.keys() & theirs.keys())
     return [mine[item] for item in common], [theirs[item] for item in common]
+
+
+def _part_score(
+    ledger: Ledger, base: str, release: Release, suite: str, verifier: str
+) -> OfflineScore | None:
+    """Return what a part of the suite's items showed last, beside the baseline's scores on all of them."""
+    against = release.baseline or BASE
+    found = [
+        one
+        for one in newest_estimates(ledger.connection, base, release.policy, suite)
+        if one.digest == release.revision and one.against == against and one.segment is None
+    ]
+    if not found:
+        return None
+    newest = max(found, key=lambda one: one.at or 0.0)
+    of_baseline = latest_scores(ledger.connection, base, release.policy, suite, release.baseline)
+    theirs = [one.score for one in of_baseline if one.version == newest.suite_version]
+    if not theirs:
+        return None
+    mean = fmean(theirs)
+    return OfflineScore(newest.items, mean + newest.mean, mean, newest.low, verifier, newest.target)

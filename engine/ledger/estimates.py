@@ -12,6 +12,8 @@ from engine.ledger.spool import Spool
 from engine.version import code_version
 
 NAMES = uuid.UUID("3c0b6b0e-6b0f-5c38-9d55-0c6f8f6f2a11")
+# What a difference is `against` where that is the base itself.
+BASE = "base"
 # What an estimate has cost and when it was made say nothing of its content.
 NOT_OF_CONTENT = ("at", "tokens", "seconds")
 # The newest of each series: all columns from `policy` to `against` are equal in one.

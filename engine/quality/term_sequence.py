@@ -100,7 +100,7 @@ class TermSequence:
 
         It reaches from the largest candidate that the number is shown to exceed to the smallest above it.
         """
-        mean = self._weighted / self._information if self._information else math.nan
+        mean = float(self._weighted / self._information) if self._information else math.nan
         low = self._grid_M[self._rejected[0]].max(initial=self._grid_M[0])
         high = self._grid_M[self._rejected[1]].min(initial=self._grid_M[-1])
         return MeanInterval(mean, float(low), float(high))

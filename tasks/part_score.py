@@ -1,0 +1,107 @@
+"""Scores a revision on a part of a suite: as many items as show whether it has fallen below its baseline.
+
+The items are chosen while they are read (`engine.quality.regression`), so their plain mean is not the
+suite's: the ledger has them as `readings`, and what they show as `estimates`. Which are chosen depends on the
+revision, the suite and the outcomes, so that a run which goes on after a crash reads the same items.
+"""
+
+import hashlib
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.clients.engine import EngineClient
+from engine.errors import Conflict
+from engine.ledger.estimates import BASE, Estimate, emit_estimate, has_estimates
+from engine.ledger.ledger import open_ledger
+from engine.ledger.queries import known_outcomes
+from engine.ledger.sender import open_spool
+from engine.quality.regression import RegressionReading, Target
+from engine.settings.params import Params, content_hash
+from tasks.score import Score, ask_engine, emit_scores, on_base
+from tasks.suites import Suite, load_suite
+
+# Items that are asked for at once: few, since each outcome helps to choose the next.
+AT_ONCE = 16
+
+
+class PartScore(NamedTuple):
+    """What a part of a suite's items says of a revision.
+
+    `own` is its mean, `difference` the difference to its baseline; `has_fallen` is whether the score gate
+    will hold it. `seconds` is what the reading took.
+    """
+
+    own: Estimate
+    difference: Estimate
+    has_fallen: bool
+    seconds: float
+
+
+def score_part(
+    params: Params,
+    policy: str,
+    digest: str,
+    baseline: Score,
+    key: str,
+    target: Target,
+    *,
+    root: Path | None = None,
+) -> PartScore:
+    """Score `policy`'s revision `digest` on as many items as the score gate needs beside `baseline`.
+
+    `baseline` is the score of another revision or of the base on all items of the suite. Raises what
+    `tasks.score.score` raises.
+    """
+    started, root = time.monotonic(), root or params.suites_dir
+    with EngineClient(params.url("engine")) as engine:
+        marker = engine.marker()
+    suite = on_base(params, load_suite(baseline.suite, root), str(marker["base"]), marker.get("text_digest"))
+    if (baseline.base, baseline.suite_version) != (marker["base"], suite.version):
+        raise Conflict(
+            f"The baseline was scored on version {baseline.suite_version} of the suite {suite.name}, and "
+            f"{suite.version} is in force. Score both again."
+        )
+    reading = _reading(params, policy, digest, suite, baseline, target)
+    while chosen := reading.choose(AT_ONCE):
+        scored = {one.item: one for one in ask_engine(params, policy, digest, suite, key, root, chosen)}
+        items = [scored[suite.items[place].id] for place in chosen]
+        emit_scores(params, baseline.base, policy, digest, suite, items, is_part=True)
+        reading.add([one.score for one in items])
+    seconds = time.monotonic() - started
+    own = Estimate(
+        policy, digest, baseline.base, suite.name, suite.version, target, *reading.own, reading.items,
+        len(suite.items), seconds=seconds, config_hash=content_hash(params.engine),
+    )  # fmt: skip
+    difference = replace(own, **reading.difference._asdict(), against=baseline.digest or BASE)
+    with closing(open_spool(params, "score")) as spool:
+        for estimate in (own, difference):
+            emit_estimate(spool, estimate)
+    return PartScore(own, difference, reading.has_fallen, seconds)
+
+
+def _reading(
+    params: Params, policy: str, digest: str, suite: Suite, baseline: Score, target: Target
+) -> RegressionReading:
+    """Return the reading before its first item, with what earlier revisions tell."""
+    earlier: Mapping[str | None, Mapping[str, float]] = {}
+    with open_ledger(params.paths.ledger_snapshot) as ledger:
+        # A snapshot of an earlier version has no readings.
+        if has_estimates(ledger):
+            earlier = known_outcomes(ledger, baseline.base, policy, suite.name, suite.version)
+    siblings = [known for other, known in earlier.items() if other not in (digest, baseline.digest)]
+    outcomes_HN = np.array([[known.get(item.id, np.nan) for item in suite.items] for known in siblings])
+    named = f"{baseline.base}/{policy}@{digest}/{baseline.digest}/{suite.name}/{suite.version}/{suite.digest}"
+    return RegressionReading(
+        target,
+        np.array([one.score for one in baseline.items]),
+        outcomes_HN.reshape(len(siblings), len(suite.items)),
+        [item.segment for item in suite.items],
+        int.from_bytes(hashlib.sha256(named.encode()).digest()[:8]),
+        params.release.score_margin,
+    )
