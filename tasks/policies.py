@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,11 +20,12 @@ import yaml
 from filelock import FileLock, Timeout
 
 from engine.base.fitting import fitted_policy, fitting_settings
-from engine.base.prompts import answer_ids, prompt_text, tokenizer_of
+from engine.base.prompts import prompt_text, tokenizer_of
 from engine.base.resident import BaseInfo, base_config, ensure_base
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.problems.general_text import GENERAL
 from engine.problems.jsonl import Import, import_file, read_rows, split_hash
+from engine.problems.leaks import QuestionLine, refuse_leaks
 from engine.problems.procedural import VALIDATION, Problem
 from engine.problems.rows import Asked, JsonlRow
 from engine.problems.verifiers import Verifier
@@ -43,7 +45,7 @@ from tasks.policy_methods import (
 )
 from tasks.prompt_limits import PromptLimits
 from tasks.purge_record import reuse_purged_name
-from tasks.suites import Suite, freeze, load_suite
+from tasks.suites import Suite, ended, freeze, load_suite, nothing, question_lines
 
 TRAINING = "train.jsonl"
 LOCK_S = 60
@@ -277,17 +279,13 @@ def _freeze(
     def prompt(question: Asked) -> str:
         return prompt_text(tokenizer, question, config.system, config.few_shot)
 
-    def target(answer: str) -> tuple[str, int]:
-        if config.verifier not in LIKELIHOODS:
-            return "", 0
-        return answer + (tokenizer.eos_token or ""), len(answer_ids(tokenizer, answer))
-
     rule = {key: getattr(config, key) for key in ("verifier", "verifier_timeout_s", "max_tokens")}
     problems = [
         Problem(name, row.question, row.answer, messages=row.messages, rejected=row.rejected)
         for row in imported.frozen
     ]
     version = before.items_version if before else 1
+    target = partial(ended, tokenizer) if config.verifier in LIKELIHOODS else nothing
     rest = (config.max_tokens, draft, WRITER, target)
     suite = freeze(name, name, rule, problems, prompt, version, *rest)
     if before and (suite.digest, dict(suite.rule)) != (before.digest, dict(before.rule)):
@@ -298,16 +296,19 @@ def _freeze(
 
 
 def _refuse_leaks(training: Path, suite: Suite, before: Suite | None, are_examples: bool) -> None:
-    frozen = {
-        split_hash(JsonlRow(item.question, "", item.messages), are_examples): item.id
-        for item in (*suite.items, *(before.items if before else ()))
-    }
+    items = (*suite.items, *(before.items if before else ()))
+    frozen = {split_hash(JsonlRow(item.question, "", item.messages), are_examples): item.id for item in items}
     for number, row in read_rows(training):
         if item := frozen.get(split_hash(row, are_examples)):
             raise ConfigError(
                 f"Training line {number} has the question of the frozen item {item}: {row.question[:80]!r}. "
                 "Remove the line: a score on a trained question means nothing."
             )
+    lines = (
+        QuestionLine(f"Training line {number}", row.question, row.answer)
+        for number, row in read_rows(training)
+    )
+    refuse_leaks(lines, question_lines(items))
 
 
 def _same(target: Path, draft: Path, suite: Suite, before: Suite | None, files: Sequence[str]) -> bool:

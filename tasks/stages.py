@@ -20,7 +20,7 @@ from engine.base.prompts import prompt_text, tokenizer_of
 from engine.base.resident import ensure_base, made_path
 from engine.catalog.records import served_name
 from engine.errors import ConfigError, NotFound, ServiceError
-from engine.problems.procedural import TASKS, VALIDATION, check_task
+from engine.problems.procedural import VALIDATION, check_task, is_generated
 from engine.services.lifecycle import mkl_cbwr
 from engine.serving.vllm_plugin.plugin import vllm_version
 from engine.settings.params import DIGEST12, Params, content_hash
@@ -79,7 +79,7 @@ def prepare_suites(params: Params) -> None:
     scoring = {"lm_eval": version("lm_eval"), "batch": params.evaluate.batch}
     write_json(files.suite / "scoring.json", scoring)
     renew(files.policy)
-    if config.task not in TASKS:
+    if not is_generated(config.task):
         config = _copy_data(config, suite, files)
     trained = {"policy": name, "config": config.model_dump(mode="json"), "base": params.base.name}
     trained |= {"trainer": params.trainer.model_dump(mode="json", exclude={*ServiceConfig.model_fields})}

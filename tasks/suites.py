@@ -4,35 +4,47 @@ A suite is a directory under `eval_suites/`: lm-eval's YAML, `items.jsonl` (an i
 answer, and the prompt as the chat template renders it) and a README with a change log. The YAML has the
 items' version and digest, so that a score cannot come from other items than those of its version. The version
 of the verifier's rule follows behind a point: scores by two versions of a rule are never compared.
-`python -m tasks.suites` writes the suites of the policies in `params.yaml`.
+`python -m tasks.suites` writes those of the policies in `params.yaml`, and on a tiny base those of families.
 """
 
 import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from engine.base.prompts import prompt_text, tokenizer_of
+from engine.base.names import TOYS
+from engine.base.prompts import answer_ids, prompt_text, tokenizer_of
 from engine.base.resident import ensure_base
 from engine.errors import ConfigError, Conflict, NotFound
-from engine.problems.procedural import Problem, stream
+from engine.problems.families import FAMILIES
+from engine.problems.leaks import QuestionLine
+from engine.problems.procedural import Problem, refuse_seen, stream
 from engine.problems.rows import Asked, Message
 from engine.problems.verifiers import RULES, Verifier
+from engine.settings.own_functions import LIKELIHOODS
 from engine.settings.params import load_params
 from engine.settings.policies import PolicyConfig
 
 SUITES = Path(__file__).parent.parent / "eval_suites"
 ITEMS = "items.jsonl"
 SEED = 20260513
+COUNT, MAX_TOKENS = 200, 32
+# Families that are scored by the probability of their answers; others have an answer generated.
+READ_AS = {"circuit": "preference", "filter": "likelihood"}
+# What a policy that keeps it must not lose: 20 items of each.
+MIXED = "mixed"
+MIXED_TASKS = (
+    "addition", "sorting", "chain", "gcd", "bits", "island", "distances", "rotation", "spiral", "sudoku",
+)  # fmt: skip
 # The policy settings that decide whether an answer is right; the suite's YAML records them.
 RULE = ("contract", "verifier", "verifier_timeout_s", "max_tokens")
 
@@ -175,24 +187,58 @@ def known_suites(root: Path = SUITES) -> list[str]:
     return sorted(path.parent.name for path in root.glob(f"*/{ITEMS}"))
 
 
+def nothing(answer: str) -> tuple[str, int]:
+    """Return the target of an answer whose probability is not the score."""
+    return "", 0
+
+
 def build_suite(
     name: str,
     task: str,
     contract: str,
     prompt: Callable[[Asked], str],
     *,
-    count: int = 200,
+    count: int = COUNT,
     version: int = 1,
-    max_tokens: int = 32,
+    max_tokens: int = MAX_TOKENS,
     root: Path = SUITES,
 ) -> Suite:
     """Freeze `count` problems of the `eval` split as a suite; the same arguments give the same bytes.
 
     `prompt` renders a question or chat by the template. Raises `Conflict` when this version exists with other
-    items, since scores are recorded under it.
+    items, since scores are recorded under it, and `ConfigError` where training would see one of them.
     """
-    problems = islice(_unseen(task), count)
+    problems = list(islice(_unseen(task), count))
+    refuse_seen(problems, SEED)
     return freeze(name, task, {"contract": contract}, problems, prompt, version, max_tokens, root)
+
+
+def build_families(tokenizer: Any, root: Path = SUITES) -> Iterator[Suite]:
+    """Freeze a suite of each of FAMILIES, and `MIXED` of generated tasks: a segment is one of them.
+
+    Raises what `build_suite` raises.
+    """
+
+    def build(name: str, task: str, kind: str, problems: list[Problem]) -> Suite:
+        refuse_seen(problems, SEED)
+        is_read = kind in LIKELIHOODS
+        target = partial(ended, tokenizer) if is_read else nothing
+        rule = {"verifier" if is_read else "contract": kind}
+        render = partial(prompt_text, tokenizer)
+        return freeze(name, task, rule, problems, render, 1, MAX_TOKENS, root, target=target)
+
+    for task in FAMILIES:
+        kind = READ_AS.get(task, "terse")
+        yield build(f"{task}-{kind}", task, kind, list(islice(_unseen(task), COUNT)))
+    # Other items than those of the suites above.
+    share = (COUNT, COUNT + COUNT // len(MIXED_TASKS))
+    drawn = ((task, problem) for task in MIXED_TASKS for problem in islice(_unseen(task), *share))
+    yield build(MIXED, MIXED, "terse", [replace(problem, segment=task) for task, problem in drawn])
+
+
+def ended(tokenizer: Any, answer: str) -> tuple[str, int]:
+    """Return an answer's text with the end token, and the number of tokens of both."""
+    return answer + (tokenizer.eos_token or ""), len(answer_ids(tokenizer, answer))
 
 
 def freeze(
@@ -205,13 +251,14 @@ def freeze(
     max_tokens: int,
     root: Path,
     writer: str = "python -m tasks.suites",
-    target: Callable[[str], tuple[str, int]] = lambda answer: ("", 0),
+    target: Callable[[str], tuple[str, int]] = nothing,
 ) -> Suite:
     """Write problems as a suite under `root`; raises what `build_suite` raises.
 
     `target` returns an answer's text with the end token, and the number of tokens of both.
     """
     items = [_item(number, problem, prompt, target) for number, problem in enumerate(problems)]
+    _refuse_faulty(name, items, str(rule.get("verifier", "")))
     content = "".join(json.dumps(item.stored()) + "\n" for item in items).encode()
     digest = hashlib.sha256(content).hexdigest()
     path = root / name / f"{name}.yaml"
@@ -234,6 +281,23 @@ def freeze(
         )
     )
     return load_suite(name, root)
+
+
+def question_lines(items: Iterable[Item]) -> Iterator[QuestionLine]:
+    """Yield the questions and answers of items, as leaks are found in them."""
+    return (QuestionLine(f"the frozen item {item.id}", item.question, item.answer) for item in items)
+
+
+def _refuse_faulty(name: str, items: Sequence[Item], verifier: str) -> None:
+    """Raise `ConfigError` for an item that comes twice, or has no answer and no function that needs none."""
+    seen: dict[tuple[str, ...], str] = {}
+    for item in items:
+        asked = f"The item {item.id} of the suite {name}, {item.question[:80]!r},"
+        if not item.answer.strip() and not verifier.startswith("python:"):
+            raise ConfigError(f"{asked} has no answer. Write it, or drop the item.")
+        if first := seen.get(key := (item.prompt, item.answer, item.rejected)):
+            raise ConfigError(f"{asked} is the item {first} again. Drop one: it would count twice.")
+        seen[key] = item.id
 
 
 def _scalar(text: str) -> str:
@@ -290,12 +354,12 @@ def _unseen(task: str) -> Iterator[Problem]:
 def _item(
     number: int, problem: Problem, prompt: Callable[[Asked], str], target: Callable[[str], tuple[str, int]]
 ) -> Item:
-    text, (ended, tokens) = prompt(problem.asked), target(problem.answer)
+    text, (ending, tokens) = prompt(problem.asked), target(problem.answer)
     digest = hashlib.sha256(text.encode()).hexdigest()
     rejected, _ = target(problem.rejected) if problem.rejected else ("", 0)
     return Item(
         f"{number:04d}", problem.question, problem.answer, text, digest, problem.messages,
-        ended, tokens, rejected,
+        ending, tokens, rejected, problem.segment,
     )  # fmt: skip
 
 
@@ -316,17 +380,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Freeze the suites of `params.yaml` for the chat template of its base."""
+    """Freeze the suites of `params.yaml` for its base's template, and of families if that is tiny."""
     params = load_params()
     tokenizer = tokenizer_of(ensure_base(params.base, params.paths).path)
-    for policy in params.policies.values():
-        suite = build_suite(
-            policy.suite,
-            policy.task,
-            policy.contract,
-            lambda text: prompt_text(tokenizer, text),
-            root=params.suites_dir,
-        )
+    root, render = params.suites_dir, partial(prompt_text, tokenizer)
+    own = (
+        build_suite(one.suite, one.task, one.contract, render, root=root) for one in params.policies.values()
+    )
+    for suite in (*own, *(build_families(tokenizer, root) if params.base.name in TOYS else ())):
         print(f"{suite.name} version {suite.version}: {len(suite.items)} items, digest {suite.digest[:12]}")
 
 

@@ -35,6 +35,23 @@ def data(path: Path, count: int = 400, answer: str = "{}") -> Path:
     return path
 
 
+def test_a_near_duplicate_of_a_frozen_item_is_refused(params: Params, tmp_path: Path) -> None:
+    source = data(tmp_path / "d.jsonl")
+    frozen = load_suite_of(params, source).items[0]
+    near = frozen.question.replace("What is", "what's not is").replace("?", " ?")
+    with source.open("a") as file:
+        for text in (f"  {frozen.question}!", near):
+            file.write(json.dumps({"question": text, "answer": frozen.answer}) + "\n")
+    with pytest.raises(ConfigError, match=f"Training line .* is the frozen item {frozen.id}, or nearly"):
+        create_policy(params, "other", source, "numeric")
+    assert not (params.suites_dir / "other").exists()
+
+
+def load_suite_of(params: Params, source: Path) -> Any:
+    create_policy(params, "mine", source, "numeric")
+    return load_suite("mine", params.suites_dir)
+
+
 def test_everything_of_a_policy_lies_in_its_directory(params: Params, tmp_path: Path) -> None:
     settings = {"system": "Be terse.", "steps": 7}
     made = create_policy(

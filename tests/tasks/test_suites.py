@@ -11,9 +11,10 @@ from transformers import PreTrainedTokenizerFast
 from engine.base.prompts import prompt_text
 from engine.base.toys.build import CHAT_TEMPLATE
 from engine.errors import ConfigError, Conflict, NotFound
-from engine.problems.procedural import Problem, render, reward, split
+from engine.problems.families import FAMILIES
+from engine.problems.procedural import Problem, is_generated, render, reward, split, stream
 from engine.settings.params import load_params
-from tasks.suites import ITEMS, SUITES, build_suite, known_suites, load_suite, main
+from tasks.suites import ITEMS, SEED, SUITES, build_suite, freeze, known_suites, load_suite, main
 
 NAMES = known_suites()
 
@@ -38,7 +39,9 @@ def test_the_items_are_those_that_yaml_and_change_log_name(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_no_item_is_seen_in_training_and_none_comes_twice(name):
     suite = load_suite(name)
-    assert {split(item.question) for item in suite.items} == {"eval"}
+    # A mixed suite has its problems' task as the segment.
+    task = suite.task if is_generated(suite.task) else None
+    assert {split(item.question, task or item.segment) for item in suite.items} == {"eval"}
     assert len({item.question for item in suite.items}) == len({item.id for item in suite.items}) == 200
 
 
@@ -50,13 +53,39 @@ def test_prompts_are_what_the_chat_template_renders(name):
         assert item.prompt_digest == hashlib.sha256(item.prompt.encode()).hexdigest()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if "contract" in load_suite(name).rule])
 def test_the_stated_answer_earns_the_reward_under_its_contract_alone(name):
     suite = load_suite(name)
     for item in suite.items:
         problem = Problem(suite.task, item.question, item.answer)
         assert reward(suite.rule["contract"], problem, render(suite.rule["contract"], item.answer)) == 1.0
         assert reward(suite.rule["contract"], problem, render("sentence", item.answer)) == 0.0
+
+
+def test_each_family_has_a_suite_with_segments_and_two_are_read_by_probability():
+    suites = [suite for suite in map(load_suite, NAMES) if suite.task in FAMILIES]
+    assert sorted(suite.task for suite in suites) == sorted(FAMILIES)
+    assert all(2 <= len({item.segment for item in suite.items}) <= 6 for suite in suites)
+    assert {suite.rule.get("verifier") for suite in suites} == {None, "likelihood", "preference"}
+    for item in load_suite("circuit-preference").items:
+        assert {item.target, item.rejected} == {"0<|end|>", "1<|end|>"}
+
+
+def test_an_item_that_comes_twice_or_has_no_answer_is_refused_by_name(tmp_path):
+    twice, mute = [Problem("t", "2 + 3", "5")] * 2, [Problem("t", "2 + 3", "5"), Problem("t", "2 + 4", " ")]
+    for problems, said in ((twice, "item 0001.*item 0000 again"), (mute, "item 0001.*no answer")):
+        with pytest.raises(ConfigError, match=said):
+            freeze("s", "t", {"verifier": "exact"}, problems, str, 1, 8, tmp_path)
+    # A function may judge without an expected answer, and two answers to one question are two items.
+    assert freeze("s", "t", {"verifier": "python:m:f"}, mute, str, 1, 8, tmp_path).items[1].answer == " "
+    both = [Problem("t", "2 + 3", "5"), Problem("t", "2 + 3", "five")]
+    assert len(freeze("two", "t", {"verifier": "exact"}, both, str, 1, 8, tmp_path).items) == 2
+
+
+def test_a_generated_problem_that_training_draws_is_not_frozen(tmp_path, monkeypatch):
+    monkeypatch.setattr("tasks.suites._unseen", lambda task: (one for _, one in stream(task, "train", SEED)))
+    with pytest.raises(ConfigError, match="training problem of gcd is a frozen item"):
+        build_suite("s", "gcd", "terse", str, count=5, root=tmp_path)
 
 
 def test_building_twice_gives_the_same_bytes_and_a_version_keeps_its_items(tmp_path):
