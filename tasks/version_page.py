@@ -8,8 +8,11 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from engine.catalog.opening import open_catalog
 from engine.catalog.records import served_name
 from engine.errors import ServiceError
+from engine.ledger.ledger import open_ledger
+from engine.report.quality import calibrated, quality, shown
 from engine.report.why import VersionFacts, gather, moment, why
 from engine.settings.params import Params
 
@@ -86,6 +89,7 @@ def page(params: Params, client: "MlflowClient", facts: VersionFacts) -> str:
     parts = [
         f"## {name}\n\nAs of {moment(time.time())}.",
         *(f"### {link.name.capitalize()}\n\n{_brief(link.says)}" for link in why(params, name).links),
+        _quality(params, facts),
         _lineage(client, facts),
         _curve(facts),
         _cost(facts),
@@ -97,6 +101,19 @@ def page(params: Params, client: "MlflowClient", facts: VersionFacts) -> str:
 def _brief(says: str) -> str:
     """Return the first lines of a list: MLflow's descriptions have 5,000 characters."""
     return "\n".join(says.split("\n")[:7])
+
+
+def _quality(params: Params, facts: VersionFacts) -> str:
+    """Return the revision's lines of `graftwork quality`: all items, then each segment."""
+    with open_catalog(params.paths) as catalog, open_ledger(params.paths.ledger_snapshot) as ledger:
+        found = quality(ledger, catalog, facts.policy, 1, facts.digest)
+        said = calibrated(ledger, facts.policy)
+    lines = [shown(row) for row in found if row.digest and row.score]
+    if not lines:
+        return ""
+    cells = [list(lines[0]), ["---"] * len(lines[0]), *(list(line.values()) for line in lines)]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in cells)
+    return f"### Quality\n\n{table}\n\n{said}"
 
 
 def _lineage(client: "MlflowClient", facts: VersionFacts) -> str:

@@ -30,7 +30,7 @@ ROTATE_BYTES = 1 << 20
 # In a spool's directory: what no ledger takes. A purge and an erasure look there, too.
 REJECTED = "rejected"
 # Tables of what quality is judged by: a figure that is not finite has no place there, not even as NULL.
-FINITE = ("scores", "estimates")
+FINITE = ("scores", "readings", "estimates")
 
 
 class Spool:

@@ -28,12 +28,14 @@ from engine.report.data import (
     Curve,
     Event,
     PolicyRow,
+    QualityTable,
     ReleaseResult,
     ReportData,
     RevisionRow,
     SampleAnswers,
 )
 from engine.report.overview import overview, suite_score
+from engine.report.quality import calibrated, quality, shown
 from engine.settings.params import DIGEST12
 from engine.settings.releases import ReleaseConfig
 from engine.training.service.train_step import TrainStep
@@ -93,6 +95,7 @@ def collect(
         releases = [
             item for name in policies for item in catalog.releases.all(name) if item.created_at >= since
         ]
+        tables = [_quality(ledger, catalog, name) for name in policies]
         answers = [_answers(ledger, policy, seen.revisions) for policy in seen.policies]
         releases.sort(key=lambda item: item.created_at)
         results = tuple(
@@ -118,6 +121,7 @@ def collect(
         releases=results,
         revisions=tuple(with_claim(row, revisions_dir) for row in seen.revisions),
         answers=tuple(filter(None, answers)),
+        quality=tuple(filter(None, tables)),
         notices=tuple(
             Event(it.at, it.name.removeprefix("graftwork."), it.policy, it.revision, it.reason)
             for it in catalog.notices.page(MAX_NOTICES)
@@ -129,6 +133,14 @@ def collect(
         alarms=tuple(alarms),
         left_out=tuple(f"{count} of the {what}" for what, count in counted.items() if count > 0),
     )
+
+
+def _quality(ledger: duckdb.DuckDBPyConnection, catalog: Catalog, policy: str) -> QualityTable | None:
+    """Return a policy's table of quality, with segments of what is in its route; None without a score."""
+    rows = [row for row in quality(ledger, catalog, policy, MAX_REVISIONS) if row.role or row.segment is None]
+    if not any(row.score for row in rows):
+        return None
+    return QualityTable(policy, tuple(map(shown, rows)), calibrated(ledger, policy))
 
 
 def _tombstones(catalog: Catalog, policies: Sequence[str]) -> tuple[Event, ...]:

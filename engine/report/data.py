@@ -3,6 +3,7 @@
 Times are epoch seconds. Scores and rewards are in [0, 1]. A digest of None is the base.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.controller.waits import Wait
@@ -113,6 +114,15 @@ class RevisionRow:
 
 
 @dataclass(frozen=True)
+class QualityTable:
+    """A policy's lines of `graftwork quality`, and what is known of its past intervals."""
+
+    policy: str
+    lines: tuple[Mapping[str, str], ...]
+    calibration: str
+
+
+@dataclass(frozen=True)
 class AnswerPair:
     """A frozen question with the base's answer and a revision's, and their scores in [0, 1]."""
 
@@ -185,6 +195,7 @@ class ReportData:
     releases: tuple[ReleaseResult, ...] = ()
     revisions: tuple[RevisionRow, ...] = ()
     answers: tuple[SampleAnswers, ...] = ()
+    quality: tuple[QualityTable, ...] = ()
     notices: tuple[Event, ...] = ()
     tombstones: tuple[Event, ...] = ()
     stages: tuple[tuple[str, float], ...] = ()

@@ -1,4 +1,4 @@
-"""Read-only commands: status, ls, why, replay, report, usage.
+"""Read-only commands: status, ls, quality, why, replay, report, usage.
 
 `status` asks the services' supervisor, the trainer and the engine; the others read the catalog and the
 ledger's snapshot, so they also work while nothing runs.
@@ -142,6 +142,31 @@ def ls(
     print_rows(shown, fold=("policy", "canary", "users"))
     say(f"{len(rows)} of {total} shown; `--limit` shows more." if total > len(rows) else "")
     say(look.note(fresh))
+
+
+@app.command()
+def quality(
+    policy: Annotated[str, typer.Argument(help="Policy whose revisions are shown.")],
+    segment: Annotated[
+        str | None, typer.Option(help="Show the items of this segment. Default: all, and each segment.")
+    ] = None,
+    limit: Limit = 20,
+    as_json: Json = False,
+    params: ParamsFile = PARAMS,
+) -> None:
+    """Show each revision's score, gain, users' ratings, evaluators, latency and cost, by segment."""
+    settings = enter(params)
+    from tasks import look
+    from tasks import quality as found_quality
+
+    fresh, found = look.as_of(settings), found_quality.quality_of(settings, policy, segment, limit)
+    if as_json:
+        return print_json({"as_of": fresh, **found_quality.as_json(found)})
+    from flows.display import print_rows
+
+    print_rows(found_quality.as_table(found), fold=("better by", "evaluators", "cost"))
+    for sentence in (*found["notes"], found["calibration"], look.note(fresh)):
+        say(sentence)
 
 
 @app.command()
