@@ -25,8 +25,7 @@ from engine.report.why import Chain, moment, why
 from engine.security.credentials import known_credential
 from engine.services.lifecycle import State
 from engine.settings.params import DIGEST12, Params, known_policies
-from tasks.flips import sampled_flips
-from tasks.outcome import age, interval_text, local_key, wait_row
+from tasks.outcome import age, interval_text, wait_row
 from tasks.stuck_runs import KeptOutRuns, kept_out_runs, open_prefect
 
 TIMEOUT_S = 3.0
@@ -123,11 +122,8 @@ def shown_replica(row: Replica, now: float) -> dict[str, Any]:
     return shown | {"draining": row.draining, "beat_s": round(now - row.at, 1)}
 
 
-def explain(params: Params, subject: str, samples: int | None = None) -> Chain:
-    """Return the chain behind an answer or a revision, with its version in MLflow if MLflow answers.
-
-    With `samples`, also what so many answers of a running engine say of its suite's items.
-    """
+def explain(params: Params, subject: str) -> Chain:
+    """Return the chain behind an answer or a revision, with its version in MLflow if MLflow answers."""
     chain = why(params, subject)
     if chain.policy is None or chain.digest is None:
         return chain
@@ -135,8 +131,6 @@ def explain(params: Params, subject: str, samples: int | None = None) -> Chain:
     links = [
         _with_version(params, link, policy, digest) if link.name == "run" else link for link in chain.links
     ]
-    if samples:
-        links.append(sampled_flips(params, policy, digest, samples, local_key(params)))
     return replace(chain, links=tuple(links))
 
 

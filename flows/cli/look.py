@@ -5,7 +5,7 @@ ledger's snapshot, so they also work while nothing runs.
 """
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +15,7 @@ from engine.errors import ConfigError
 from engine.services import lifecycle as services
 from engine.settings.params import Params
 from flows.entry import PARAMS, Json, ParamsFile, enter, print_json, print_result
+from tasks.outcome import local_key
 from tasks.publish import write_report
 from tasks.usage import as_table, usage_by
 
@@ -189,7 +190,12 @@ def why(
         services.require_running(settings)
     from tasks import look
 
-    fresh, chain = look.as_of(settings), look.explain(settings, subject, samples)
+    fresh, chain = look.as_of(settings), look.explain(settings, subject)
+    if samples and chain.policy and chain.digest:
+        from tasks.flips import sampled_flips
+
+        found = sampled_flips(settings, chain.policy, chain.digest, samples, local_key(settings))
+        chain = replace(chain, links=(*chain.links, found))
     if as_json:
         return print_json({"as_of": fresh, **asdict(chain)})
     from flows.display import print_links
