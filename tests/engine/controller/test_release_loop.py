@@ -30,6 +30,7 @@ from engine.controller.release_loop import Controller
 from engine.controller.route_changes import LEASE, outlast_lease, take_lease
 from engine.controller.upkeep import upkeep
 from engine.errors import Conflict, NotFound, ServiceError
+from engine.ledger.estimates import Estimate, emit_estimate
 from engine.ledger.ledger import Ledger, Spool, open_snapshot
 from engine.quality.canary import CanaryResult, FeedbackCounts
 from engine.quality.guards import ONE_KEY
@@ -317,9 +318,32 @@ def test_the_offline_score_is_paired_by_item(controller: Controller, users: User
     worse = controller.decisions.start("sorting", THIRD, {}, {}, "me")
     controller.tick()
     ended = controller.catalog.releases.get(worse.id)
-    score = {"items": 2, "revision": 0.0, "baseline": 1.0, "low": -1.0, "verifier": ""}
+    score = {"items": 2, "revision": 0.0, "baseline": 1.0, "low": -1.0, "verifier": "", "part_of": None}
     assert (ended.state, ended.evidence["score"]) == ("held", score)
     assert controller.catalog.routes.get("sorting").canary is None
+
+
+@pytest.mark.parametrize(("low", "against", "state"), [
+    (-0.04, OLD, "running"), (-0.06, OLD, "held"), (-0.04, THIRD, "held")
+])  # fmt: skip
+def test_the_score_gate_judges_a_part_of_the_items_by_its_estimate(
+    controller: Controller, users: Users, low: float, against: str, state: str
+) -> None:
+    """An estimate against another revision than the release's baseline says nothing here."""
+    of = {"policy": "sorting", "base": "base", "suite": "sorting-json", "suite_version": "1"}
+    for number in range(4):
+        users.spool.emit("scores", **of, digest=OLD, item=str(number), score=number % 2)
+    for other, mean in ((None, 0.5), (against, 0.0)):
+        row = Estimate(**of, digest=NEW, target="suite", mean=mean, low=low, high=0.1, items=3, against=other)
+        emit_estimate(users.spool, row)
+    users.spool.rotate()
+    release = controller.decisions.start("sorting", NEW, {}, {}, "me")
+    controller.tick()
+    found = controller.catalog.releases.get(release.id)
+    assert found.state == state
+    if (against, state) == (OLD, "held"):
+        score = {"items": 3, "revision": 0.5, "baseline": 0.5, "low": low, "verifier": "", "part_of": "suite"}
+        assert found.evidence["score"] == score
 
 
 def test_the_language_gate_compares_the_windows_of_revision_and_base(
