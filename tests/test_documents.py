@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import subprocess
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from engine import errors
+from tests.helpers.asked_ledger import asked_ledger
 from tests.helpers.bench_files import parsed
 from tests.helpers.document_blocks import PORTS, RUN, marked, run, scratch, wrong_marks
 from tests.helpers.documents import (
@@ -136,6 +138,18 @@ def checkout(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("path", [path for path in PAGES if marked(path, RUN)])
 def test_marked_blocks_run(path: Path, checkout: Path) -> None:
     run(marked(path, RUN), checkout, {}, timeout_s=120)
+
+
+def test_every_query_of_the_page_finds_something(tmp_path: Path) -> None:
+    queries = [block.text for block in page(DOCS / "queries.md").blocks if block.language == "sql"]
+    assert len(queries) >= 8
+    with closing(asked_ledger(tmp_path)) as ledger:
+        found = {query: ledger.connection.execute(query).fetchall() for query in queries}
+        named = ledger.connection.execute(
+            "SELECT view_name FROM duckdb_views() WHERE NOT internal"
+        ).fetchall()
+    assert [query for query, rows in found.items() if not rows] == []
+    assert [name for (name,) in named if f"| `{name}` |" not in (DOCS / "queries.md").read_text()] == []
 
 
 # What the checks themselves find
