@@ -24,7 +24,7 @@ class Posed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Family:
+class ProblemFamily:
     """A `reasoning-gym` generator, its settings, and the function from its entry to what is asked."""
 
     dataset: str
@@ -125,18 +125,18 @@ def _within(**ranges: tuple[int, int]) -> dict[str, Any]:
 
 ISLAND = _within(rows=(3, 4), cols=(3, 4), num_islands=(0, 3), island_size=(0, 5))
 FILTER = _within(numbers=(3, 4), decimals=(0, 0), value=(0, 9))
-FAMILIES: dict[str, Family] = {
-    "chain": Family("chain_sum", _within(terms=(2, 3), digits=(1, 1)), _chain),
-    "equations": Family("simple_equations", _within(terms=(2, 3), value=(1, 9)), _equation),
-    "gcd": Family("gcd", _within(value=(1, 60)), _gcd),
-    "bits": Family("count_bits", _within(n=(1024, 65_535)), _bits),
-    "alternation": Family("binary_alternation", _within(n=(7, 11)), _alternation),
-    "filter": Family("number_filtering", FILTER, _filter),
-    "circuit": Family("circuit_logic", _within(terms=(2, 3), inputs=(2, 2)), _circuit),
-    "island": Family("largest_island", ISLAND, _island),
-    "distances": Family("binary_matrix", {**_within(n=(3, 4)), "p_zero": 0.4}, _distances),
-    "rotation": Family("rotate_matrix", _within(n=(2, 3), rotations=(0, 3)), _rotation),
-    "spiral": Family("spiral_matrix", _within(n=(2, 3)), _spiral),
-    "pool": Family("pool_matrix", _within(rows=(2, 2), cols=(2, 4), pool_size=(2, 2)), _pool),
-    "sudoku": Family("mini_sudoku", _within(empty=(1, 2)), _sudoku),
+FAMILIES: dict[str, ProblemFamily] = {
+    "chain": ProblemFamily("chain_sum", _within(terms=(2, 3), digits=(1, 1)), _chain),
+    "equations": ProblemFamily("simple_equations", _within(terms=(2, 3), value=(1, 9)), _equation),
+    "gcd": ProblemFamily("gcd", _within(value=(1, 60)), _gcd),
+    "bits": ProblemFamily("count_bits", _within(n=(1024, 65_535)), _bits),
+    "alternation": ProblemFamily("binary_alternation", _within(n=(7, 11)), _alternation),
+    "filter": ProblemFamily("number_filtering", FILTER, _filter),
+    "circuit": ProblemFamily("circuit_logic", _within(terms=(2, 3), inputs=(2, 2)), _circuit),
+    "island": ProblemFamily("largest_island", ISLAND, _island),
+    "distances": ProblemFamily("binary_matrix", {**_within(n=(3, 4)), "p_zero": 0.4}, _distances),
+    "rotation": ProblemFamily("rotate_matrix", _within(n=(2, 3), rotations=(0, 3)), _rotation),
+    "spiral": ProblemFamily("spiral_matrix", _within(n=(2, 3)), _spiral),
+    "pool": ProblemFamily("pool_matrix", _within(rows=(2, 2), cols=(2, 4), pool_size=(2, 2)), _pool),
+    "sudoku": ProblemFamily("mini_sudoku", _within(empty=(1, 2)), _sudoku),
 }
