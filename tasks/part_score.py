@@ -69,7 +69,8 @@ def score_part(
         )
     reading = _reading(params, policy, digest, suite, baseline, target)
     while chosen := reading.choose(AT_ONCE):
-        scored = {one.item: one for one in ask_engine(params, policy, digest, suite, key, root, chosen)}
+        answered, _ = next(ask_engine(params, [(policy, digest)], suite, key, root, chosen))()
+        scored = {one.item: one for one in answered}
         items = [scored[suite.items[place].id] for place in chosen]
         emit_scores(params, baseline.base, policy, digest, suite, items, is_part=True)
         reading.add([one.score for one in items])

@@ -1,14 +1,17 @@
 """Scores a revision or the base on a frozen suite: lm-eval asks the live engine, the ledger stores the rows.
 
-lm-eval runs offline, without a cache or a second engine. A row's id derives from its content, so scoring
-twice adds no duplicates. The suite judges answers with the verifier that training uses.
+lm-eval runs offline, without a cache or a second engine, for one revision or for several in one pass. A row's
+id derives from its content, so scoring twice adds no duplicates. The suite judges answers with the verifier
+that training uses.
 """
 
+import json
 import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,21 +25,26 @@ from engine.base.resident import ensure_base
 from engine.catalog.catalog import text_digests
 from engine.catalog.records import served_name
 from engine.clients.engine import EngineClient
-from engine.errors import ServiceError
+from engine.errors import ConfigError, ServiceError
 from engine.ledger.estimates import BASE, Estimate
 from engine.ledger.ledger import open_snapshot
 from engine.ledger.sender import open_spool
+from engine.problems.procedural import Problem
 from engine.quality.estimate import interval
 from engine.settings.own_functions import LIKELIHOODS, refuse_unlisted
 from engine.settings.params import Params, content_hash
 from engine.version import code_version
 from tasks.estimates import emit_difference, emit_means
-from tasks.suites import Suite, faults, load_suite
+from tasks.suites import Suite, faults, load_suite, verifier_of
 
 RECORDED = """
     SELECT id, score, answer FROM scores
     WHERE base = ? AND suite = ? AND digest IS NOT DISTINCT FROM ?
 """
+# Revisions that are asked for at once; the others wait.
+TOGETHER = 8
+# Answers that a verifier judges again, to see whether it says the same.
+JUDGED_TWICE = 20
 NAMES = uuid.UUID("6f1c1a52-6f0e-5b0e-9d4e-6d1a3f1b7c11")
 
 
@@ -84,11 +92,26 @@ def score(
     root: Path | None = None,
     take: str = "",
 ) -> Score:
-    """Score `policy`'s revision `digest` (64 hex characters; None is the base) on a suite, greedily.
+    """Score `policy`'s revision `digest` (64 hex characters; None is the base): `scores` of one."""
+    return next(scores(params, [(policy, digest)], suite, key, reuse=reuse, root=root, take=take))
+
+
+def scores(
+    params: Params,
+    revisions: Sequence[tuple[str, str | None]],
+    suite: str,
+    key: str,
+    *,
+    reuse: bool = True,
+    root: Path | None = None,
+    take: str = "",
+) -> Iterator[Score]:
+    """Yield the score of each (policy, digest) on a suite, greedily; the engine is asked for all at once.
 
     Uses the engine's /v1/completions with `key`, an API key of scope score or admin. With `reuse`, scores
     that the ledger has for this content are returned; another `take` of it has rows of its own. Raises
-    `NotFound` for an unknown suite, `ServiceError` when the engine does not answer.
+    `NotFound` for an unknown suite, and, when all others are scored, `ServiceError` where the engine does not
+    answer for a revision and `ConfigError` where the verifier disagrees with itself.
     """
     started, root = time.monotonic(), root or params.suites_dir
     opened = load_suite(suite, root)
@@ -99,22 +122,29 @@ def score(
     opened = on_base(params, opened, base, marker.get("text_digest"))
     # The ids of its rows derive from the digest.
     opened = replace(opened, digest=opened.digest + take)
-    known = recorded(params, base, policy, digest, opened) if reuse else ()
-    failed: Counter[str] = Counter()
-    token = faults.set(failed)
-    items = known or ask_engine(params, policy, digest, opened, key, root)
-    faults.reset(token)
-    low, high = interval([item.score for item in items])
-    mean, seconds = fmean(item.score for item in items), time.monotonic() - started
-    scored = Score(
-        policy, digest, base, opened.name, opened.version, mean, low, high, items, bool(known), seconds,
-        failed.total(), _loss(opened, items),
-    )  # fmt: skip
-    if not known:
-        emit_scores(params, base, policy, digest, opened, items)
-        scores, segments = [item.score for item in items], [item.segment for item in opened.items]
-        emit_means(params, _estimate(params, scored), scores, segments)
-    return scored
+    known = [recorded(params, base, *one, opened) if reuse else () for one in revisions]
+    missing = [one for one, items in zip(revisions, known, strict=True) if not items]
+    asked, refused = ask_engine(params, missing, opened, key, root), []
+    for (policy, digest), items in zip(revisions, known, strict=True):
+        errors = 0
+        if not (reused := bool(items)):
+            try:
+                items, errors = next(asked)()
+            except (ServiceError, ConfigError) as error:
+                refused.append(error)
+                continue
+            emit_scores(params, base, policy, digest, opened, items)
+        values, seconds = [item.score for item in items], time.monotonic() - started
+        low, high = interval(values)
+        scored = Score(
+            policy, digest, base, opened.name, opened.version, fmean(values), low, high, items, reused,
+            seconds, errors, _loss(opened, items),
+        )  # fmt: skip
+        if not reused:
+            emit_means(params, _estimate(params, scored), values, [item.segment for item in opened.items])
+        yield scored
+    if refused:
+        raise type(refused[0])(" ".join(dict.fromkeys(map(str, refused))))
 
 
 def compare(params: Params, score: Score, other: Score) -> None:
@@ -174,35 +204,78 @@ def recorded(
 
 
 def ask_engine(
-    params: Params, policy: str, digest: str | None, suite: Suite, key: str, root: Path,
-    places: Sequence[int] | None = None,
-) -> tuple[ItemScore, ...]:  # fmt: skip
-    """Return the scores of a suite's items, or of those at some places in it, in the suite's order.
+    params: Params,
+    revisions: Sequence[tuple[str, str | None]],
+    suite: Suite,
+    key: str,
+    root: Path,
+    numbers: Sequence[int] | None = None,
+) -> Iterator[Callable[[], tuple[tuple[ItemScore, ...], int]]]:
+    """Ask for the answers of revisions to a suite's items, or to those with these `numbers`, in their order.
 
-    Raises `ServiceError` when the engine does not answer.
+    Yields a function for each revision that waits for its items and the count of the verifier's failures. One
+    revision's items go in batches of the engine's; of several each has a part of a batch, so that the engine
+    computes rows of several adapters at once.
     """
     import requests
     from lm_eval.evaluator import evaluate
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    # The engine serves a base from a directory under the directory's name.
-    model = served_name(policy, digest) if digest else Path(params.base.name).name
     manager = TaskManager(include_path=root, include_defaults=False, metadata={"root": str(root)})
-    try:
-        # Not `simple_evaluate`: it seeds the process's random states and inspects the machine.
-        results = evaluate(
-            _completions(params, model, key, suite.rule.get("verifier") in LIKELIHOODS),
-            manager.load([suite.name]),
-            samples=None if places is None else {suite.name: list(places)},
-            bootstrap_iters=0,
-            log_samples=True,
-        )
-    except requests.RequestException as error:
-        said = f"{error} {error.response.text[:300]}" if error.response is not None else str(error)
-        raise ServiceError(f"The engine did not score {model} on {suite.name}: {said}") from None
-    samples = sorted(results["samples"][suite.name], key=lambda sample: sample["doc_id"])
-    return tuple(ItemScore(it["doc"]["id"], float(it["reward"]), _answer(it["resps"])) for it in samples)
+    workers = max(1, min(len(revisions), TOGETHER))
+    # One request fills the engine's largest batch; several keep a second one waiting, which its queue takes.
+    batch = params.engine.max_num_seqs * (1 if workers == 1 else 2) // workers
+    is_read = suite.rule.get("verifier") in LIKELIHOODS
+
+    def ask(model: str, asked: Any, tasks: Any) -> tuple[tuple[ItemScore, ...], int]:
+        failed: Counter[str] = Counter()
+        token = faults.set(failed)
+        try:
+            # Not `simple_evaluate`: it seeds the process's random states and inspects the machine.
+            results = evaluate(
+                asked,
+                tasks,
+                samples=None if numbers is None else {suite.name: list(numbers)},
+                bootstrap_iters=0,
+                log_samples=True,
+            )
+        except requests.RequestException as error:
+            said = f"{error} {error.response.text[:300]}" if error.response is not None else str(error)
+            raise ServiceError(f"The engine did not score {model} on {suite.name}: {said}") from None
+        finally:
+            faults.reset(token)
+        samples = sorted(results["samples"][suite.name], key=lambda sample: sample["doc_id"])
+        items = [ItemScore(it["doc"]["id"], float(it["reward"]), _answer(it["resps"])) for it in samples]
+        if not failed:
+            _refuse_unsteady(suite, items)
+        return tuple(items), failed.total()
+
+    with ThreadPoolExecutor(workers) as pool:
+        waiting = []
+        for policy, digest in revisions:
+            # The engine serves a base from a directory under the directory's name.
+            model = served_name(policy, digest) if digest else Path(params.base.name).name
+            asked = _completions(params, model, key, max(2, batch), is_read)
+            waiting.append(pool.submit(ask, model, asked, manager.load([suite.name])))
+        yield from (one.result for one in waiting)
+
+
+def _refuse_unsteady(suite: Suite, items: Sequence[ItemScore]) -> None:
+    """Raise `ConfigError` where a person's function scores one of the first answers otherwise again."""
+    if not suite.rule.get("verifier", "").startswith("python:"):
+        return
+    asked = {item.id: item for item in suite.items}
+    verifier = verifier_of(json.dumps(dict(suite.rule)))
+    for scored in items[:JUDGED_TWICE]:
+        item = asked[scored.item]
+        again = verifier.judge([(Problem(suite.task, item.question, item.answer), scored.answer)])
+        if not again.errors and again.scores[0] != scored.score:
+            raise ConfigError(
+                f"The verifier {verifier.kind} disagrees with itself: the answer {scored.answer[:80]!r} to "
+                f"the item {item.id} scored {scored.score:g}, and then {again.scores[0]:g}. Let it depend on "
+                "what it is given alone."
+            )
 
 
 def _answer(responses: list[list[Any]]) -> str:
@@ -211,7 +284,7 @@ def _answer(responses: list[list[Any]]) -> str:
     return answer if isinstance(answer, str) else ""
 
 
-def _completions(params: Params, model: str, key: str, with_tokens: bool) -> Any:
+def _completions(params: Params, model: str, key: str, batch: int, with_tokens: bool) -> Any:
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     asked = LocalCompletionsAPI(
@@ -220,8 +293,8 @@ def _completions(params: Params, model: str, key: str, with_tokens: bool) -> Any
         # Frozen prompts are sent as text, so only the engine's tokenizer is involved.
         tokenizer_backend="None",
         max_length=params.engine.max_model_len,
-        # One request fills the engine's largest batch: the order is fixed, and no event loop is needed.
-        batch_size=max(2, params.engine.max_num_seqs),
+        # A request at a time: the order is fixed, and no event loop is needed.
+        batch_size=batch,
         header={"Authorization": f"Bearer {key}", "x-graftwork-purpose": "score"},
     )
     if with_tokens:

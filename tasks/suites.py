@@ -327,7 +327,7 @@ def process_results(doc: dict[str, Any], results: list[Any]) -> dict[str, float]
         better, worse = (found[0] / len(doc[side]) for found, side in zip(results, SIDES, strict=True))
         return {"reward": float(better > worse)}
     problem = Problem(doc["task"], doc["question"], doc["answer"])
-    verdicts = _verifier(doc["rule"]).judge([(problem, results[0])])
+    verdicts = verifier_of(doc["rule"]).judge([(problem, results[0])])
     faults.get().update(verdicts.errors)
     return {"reward": verdicts.scores[0]}
 
@@ -339,7 +339,8 @@ faults: ContextVar[Counter[str]] = ContextVar("faults", default=Counter())  # no
 
 
 @cache
-def _verifier(rule: str) -> Verifier:
+def verifier_of(rule: str) -> Verifier:
+    """Return the verifier of a rule, written as JSON."""
     return Verifier(PolicyConfig(task="", suite="", **json.loads(rule)))
 
 

@@ -2,17 +2,22 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from engine.base.fitting import fitted_policy
+from engine.base.resident import ensure_base
 from engine.catalog.records import served_name, split_served_name
-from engine.errors import ConfigError
+from engine.errors import BaseModelError, ConfigError
 from engine.services import lifecycle as services
+from engine.settings.params import Params
 from flows.cli.plan import MEASURE
 from flows.entry import PARAMS, Json, ParamsFile, catalog, check, enter, print_done, print_json
 from tasks.outcome import local_key, perplexity_row, score_json, score_row
+
+if TYPE_CHECKING:
+    from tasks.general import Perplexity
 
 app = typer.Typer()
 # A mean score: 4 of 200 items.
@@ -21,34 +26,66 @@ TOLERANCE = 0.02
 
 @app.command()
 def score(
-    revision: Annotated[str, typer.Argument(help="POLICY@DIGEST, or POLICY to score the base.")],
+    revisions: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="REVISION...",
+            help="POLICY@DIGEST, or POLICY to score the base; several are scored in one pass.",
+        ),
+    ],
+    suite: Annotated[
+        str | None, typer.Option(help="Score on this suite. Without it: on that of each policy.")
+    ] = None,
     as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Score a revision on its policy's suite with the running engine, into the ledger.
+    """Score revisions on a suite with the running engine, into the ledger.
 
-    With a bare POLICY, score the base. Where the policy's setting `general` is on, also measure the
-    perplexity of base and revision on general text.
+    With a bare POLICY, score the base. Without --suite, where the policy's setting `general` is on, also
+    measure the perplexity of base and revision on general text.
     """
     settings = enter(params)
-    policy, digest = split_served_name(revision)
-    check(settings, [policy])
+    named = [split_served_name(revision) for revision in revisions]
+    check(settings, [policy for policy, digest in named if not (suite and digest)])
     services.require_running(settings)
     from flows.display import print_row
-    from tasks.score import score as score_items
+    from tasks.score import scores
 
-    full = catalog(params).revisions.get(policy, digest).digest if digest else None
-    config, key = fitted_policy(settings, policy).config, local_key(settings)
-    scored, general = score_items(settings, policy, full, config.suite, key), []
-    if config.general:
-        from tasks.general import score_general
-
-        # The gate compares a revision with the base.
-        general = [score_general(settings, policy, one, key) for one in dict.fromkeys((None, full))]
+    key, rows = local_key(settings), list[dict[str, Any]]()
+    with catalog(params) as index:
+        full = [(policy, revision_here(settings, index, policy, digest)) for policy, digest in named]
+    suites: dict[str, list[tuple[str, str | None]]] = {}
+    for policy, digest in dict.fromkeys(full):
+        on = suite or fitted_policy(settings, policy).config.suite
+        suites.setdefault(on, []).append((policy, digest))
+    for name, together in suites.items():
+        for scored in scores(settings, together, name, key):
+            general = [] if suite else _general(settings, scored.policy, scored.digest, key)
+            rows.append(score_json(scored) | {"general": [asdict(one) for one in general]})
+            if not as_json:
+                for row in [score_row(scored), *map(perplexity_row, general)]:
+                    print_row(row)
     if as_json:
-        return print_json(score_json(scored) | {"general": [asdict(one) for one in general]})
-    for row in [score_row(scored), *map(perplexity_row, general)]:
-        print_row(row)
+        print_json(rows if len(revisions) > 1 else rows[0])
+
+
+def _general(settings: Params, policy: str, digest: str | None, key: str) -> "list[Perplexity]":
+    """Measure what the gate compares, a revision and the base, where the policy has it measured."""
+    if not fitted_policy(settings, policy).config.general:
+        return []
+    from tasks.general import score_general
+
+    return [score_general(settings, policy, one, key) for one in dict.fromkeys((None, digest))]
+
+
+def revision_here(settings: Params, index: Any, policy: str, digest: str | None) -> str | None:
+    """Return a revision's whole digest; raises `BaseModelError` where it is of another base."""
+    if not digest:
+        return None
+    revision = index.revisions.get(policy, digest)
+    if revision.base != ensure_base(settings.base, settings.paths).digest:
+        raise BaseModelError(f"{served_name(policy, digest)} is of another base than {settings.base.name!r}.")
+    return str(revision.digest)
 
 
 @app.command(rich_help_panel=MEASURE)

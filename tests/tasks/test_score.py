@@ -1,19 +1,22 @@
 """Scoring: lm-eval through an OpenAI endpoint gives what the verifier gives, and each row once."""
 
+import json
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from engine.errors import NotFound, ServiceError
+from engine.errors import ConfigError, NotFound, ServiceError
 from engine.ledger.ledger import Ledger, open_snapshot
 from engine.ledger.queries import latest_scores
 from engine.problems.procedural import Problem, render, reward
 from engine.problems.verifiers import RULES
 from engine.settings.params import BaseConfig, Params
 from engine.settings.services import EngineConfig
-from tasks.score import score
+from tasks.score import ask_engine, score, scores
 from tasks.suites import build_suite, freeze, load_suite
+from tests.helpers.command_line import graftwork
 from tests.helpers.json_server import JsonAnswers
 
 BASE, DIGEST, KEY = "b" * 64, "d" * 64, "gw-" + "0" * 40
@@ -180,6 +183,111 @@ def test_an_engine_that_is_down_or_refuses_is_a_sentence(serve, suites, tmp_path
     server.server_close()
     with pytest.raises(ServiceError, match=r"engine at.*answer"):
         score(params, "arithmetic", DIGEST, "sums", KEY, root=suites)
+
+
+REVISIONS = [("arithmetic", digit * 64) for digit in "abc"] + [("other", "d" * 64), ("arithmetic", None)]
+
+
+def by_model(suite):
+    """Each model is right on other items."""
+    items = {item.prompt: item for item in suite.items}
+
+    def answer(model, prompt):
+        item = items[prompt]
+        is_right = (int(item.id) + len(model) + ord(model[-1])) % 3
+        return render("json" if is_right else "terse", item.answer)
+
+    return answer
+
+
+def test_several_revisions_in_one_pass_score_as_one_after_another(serve, suites, tmp_path):
+    server = serve(by_model(load_suite("sums", suites)))
+    params = settings(tmp_path, server)
+    together = list(scores(params, REVISIONS, "sums", KEY, root=suites))
+    sent = [body["model"] for body in server.bodies]
+    one_by_one = [score(params, *one, "sums", KEY, root=suites) for one in REVISIONS]
+    assert [replace(one, seconds=0.0) for one in together] == [
+        replace(one, seconds=0.0) for one in one_by_one
+    ]
+    assert len({one.mean for one in together}) > 1
+    # Five share the engine's batch of 16, twice: six rows each, so that several are asked for at once.
+    assert {len(body["prompt"]) for body in server.bodies[: len(sent)]} == {6, 2}
+    assert sent != sorted(sent, key=[*dict.fromkeys(sent)].index)
+    assert ingest(params) == 50 * len(REVISIONS)
+    assert all(one.reused for one in scores(params, REVISIONS, "sums", KEY, root=suites))
+    mixed = list(scores(params, [*REVISIONS, ("new", "e" * 64)], "sums", KEY, root=suites))
+    assert [one.reused for one in mixed] == [True] * len(REVISIONS) + [False]
+
+
+def test_a_revision_that_is_deleted_meanwhile_leaves_the_others_their_scores(
+    serve, suites, tmp_path, monkeypatch
+):
+    class Deleted(Handler):
+        def do_POST(self):
+            body = self.body()
+            if body["model"].startswith("arithmetic@b"):
+                return self.reply({"error": "The revision was deleted."}, 404)
+            choices = [{"index": index, "text": "1"} for index in range(len(body["prompt"]))]
+            return self.reply({"id": "cmpl-1", "choices": choices})
+
+    monkeypatch.setattr("lm_eval.models.api_models.wait_exponential", lambda **_: lambda state: 0)
+    server = serve(None)
+    server.RequestHandlerClass = Deleted
+    params, scored = settings(tmp_path, server), []
+    with pytest.raises(ServiceError, match=r"did not score arithmetic@bbbbbbbbbbbb on sums.*deleted"):
+        scored.extend(scores(params, REVISIONS, "sums", KEY, root=suites))
+    assert [(one.policy, one.digest) for one in scored] == [one for one in REVISIONS if one[1] != "b" * 64]
+    assert ingest(params) == 50 * len(scored)
+
+
+def test_a_part_of_the_items_can_be_asked_for(serve, suites, tmp_path):
+    suite = load_suite("sums", suites)
+    server = serve(by_model(suite))
+    params = settings(tmp_path, server)
+    whole = score(params, *REVISIONS[0], "sums", KEY, root=suites)
+    (wait,) = ask_engine(params, REVISIONS[:1], suite, KEY, suites, [7, 3])
+    assert wait() == ((whole.items[7], whole.items[3]), 0)
+
+
+def test_a_verifier_that_disagrees_with_itself_gives_no_scores(serve, tmp_path, monkeypatch):
+    root, problems = tmp_path / "suites", [Problem("own", f"What is {n}?", str(n)) for n in range(3)]
+    (tmp_path / "moody.py").write_text(
+        "seen = []\ndef judge(question, answer, text):\n"
+        "    seen.append(question)\n    return seen.count(question) % 2\n"
+        "def calm(question, answer, text):\n    return len(question) % 2\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, function in (("moody", "judge"), ("calm", "calm")):
+        rule = {"verifier": f"python:moody:{function}"}
+        freeze(name, name, rule, problems, "<{}>".format, 1, 32, root)
+    params = settings(tmp_path, serve(lambda model, prompt: "1"))
+    params = params.model_copy(update={"python_modules": ("moody",)})
+    with pytest.raises(ConfigError, match=r"moody:judge disagrees with itself.*0000 scored 1, and then 0"):
+        score(params, "mine", DIGEST, "moody", KEY, root=root)
+    assert not params.paths.spool.exists()
+    assert score(params, "mine", DIGEST, "calm", KEY, root=root).mean in (0.0, 1.0)
+
+
+def test_the_command_scores_several_on_a_suite_that_is_not_their_own(serve, suites, tmp_path, monkeypatch):
+    server = serve(by_model(load_suite("sums", suites)))
+    policies = {name: {"task": "addition", "suite": "own"} for name in ("one", "two")}
+    build_suite("own", "addition", "terse", "<{}>".format, count=10, root=suites)
+    file = tmp_path / "params.yaml"
+    engine = {"port": server.server_address[1], "max_num_seqs": 16}
+    places = {"state_dir": str(tmp_path / "state"), "suites_dir": str(suites)}
+    file.write_text(json.dumps({**places, "policies": policies, "engine": engine}))
+    monkeypatch.setattr("engine.services.lifecycle.require_running", lambda params: None)
+    monkeypatch.setattr("flows.cli.score.local_key", lambda params: KEY)
+    done = graftwork("score", "one", "two", "--suite", "sums", "--json", "--params", str(file))
+    rows = json.loads(done.stdout)
+    assert [(row["policy"], row["suite"], row["items"]) for row in rows] == [
+        ("one", "sums", 50), ("two", "sums", 50),
+    ]  # fmt: skip
+    items = suites / "sums" / "items.jsonl"
+    items.write_text(items.read_text().replace("0001", "0101", 1))
+    refused = graftwork("score", "one", "--suite", "sums", "--params", str(file))
+    assert refused.returncode == 2
+    assert "freeze a new version" in " ".join(refused.stderr.split())
 
 
 def test_the_live_engine_answers_frozen_prompts_as_it_answers_chats(engine, suites):
