@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.catalog.records import VERDICTS, served_name
 from engine.errors import ServiceError
-from engine.settings.params import Params
+from engine.settings.params import DIGEST12, Params
 
 if TYPE_CHECKING:
     from engine.ledger.estimates import Estimate
@@ -143,6 +143,21 @@ def part_json(part: "PartScore") -> dict[str, Any]:
     return {
         "own": asdict(part.own), "difference": asdict(part.difference), "has_fallen": part.has_fallen
     }  # fmt: skip
+
+
+def part_row(part: "PartScore") -> dict[str, Any]:
+    """Return its table row: the score, the difference, and whether the gate will hold it."""
+    own, found = part.own, part.difference
+    against = "base" if found.against == "base" else str(found.against)[:DIGEST12]
+    return {
+        "revision": served_name(str(own.policy), str(own.digest)),
+        "suite": f"{own.suite} version {own.suite_version}",
+        "score": part_text(own),
+        "against": against,
+        "difference": f"{100 * found.mean:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}] points",
+        "gate": "held" if part.has_fallen else "passed",
+        "seconds": round(part.seconds, 1),
+    }
 
 
 def age(seconds: float) -> str:

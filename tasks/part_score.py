@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.catalog.opening import open_catalog
 from engine.clients.engine import EngineClient
 from engine.errors import Conflict
 from engine.ledger.estimates import BASE, Estimate, emit_estimate, has_estimates
@@ -23,7 +24,7 @@ from engine.ledger.queries import known_outcomes
 from engine.ledger.sender import open_spool
 from engine.quality.regression import RegressionReading, Target
 from engine.settings.params import Params, content_hash
-from tasks.score import Score, ask_engine, emit_scores, on_base
+from tasks.score import Score, ask_engine, emit_scores, on_base, score
 from tasks.suites import Suite, load_suite
 
 # Items that are asked for at once: few, since each outcome helps to choose the next.
@@ -41,6 +42,17 @@ class PartScore(NamedTuple):
     difference: Estimate
     has_fallen: bool
     seconds: float
+
+
+def score_champion(params: Params, policy: str, digest: str, suite: str, key: str) -> Score | None:
+    """Score the champion, the baseline of a release of `digest`, on all items; None where there is no other.
+
+    A champion of another base is no baseline. Raises what `tasks.score.score` raises.
+    """
+    with open_catalog(params.paths) as catalog:
+        champion, revision = catalog.routes.get(policy).champion, catalog.revisions.get(policy, digest)
+        same_base = champion and catalog.revisions.get(policy, champion).base == revision.base
+    return score(params, policy, champion, suite, key) if champion != digest and same_base else None
 
 
 def score_part(

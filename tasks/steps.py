@@ -116,13 +116,9 @@ def score_general(params: Params, policy: str, digest: str, key: str) -> "list[P
 @task(name="score champion", task_run_name="score champion of {policy}", cache_policy=NO_CACHE)
 def score_champion(params: Params, policy: str, digest: str, suite: str, key: str) -> "Score | None":
     """Score the champion, the baseline of a release of `digest`, on the suite's current version, if any."""
-    from engine.catalog.opening import open_catalog
-    from tasks import score as plain
+    from tasks import part_score as plain
 
-    with open_catalog(params.paths) as catalog:
-        champion, revision = catalog.routes.get(policy).champion, catalog.revisions.get(policy, digest)
-        same_base = champion and catalog.revisions.get(policy, champion).base == revision.base
-    return plain.score(params, policy, champion, suite, key) if champion != digest and same_base else None
+    return plain.score_champion(params, policy, digest, suite, key)
 
 
 @task(name="score part", task_run_name="score part of {policy}", cache_policy=NO_CACHE)

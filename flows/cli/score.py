@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -14,9 +14,10 @@ from engine.services import lifecycle as services
 from engine.settings.params import Params
 from flows.cli.plan import MEASURE
 from flows.entry import PARAMS, Json, ParamsFile, catalog, check, enter, print_done, print_json
-from tasks.outcome import local_key, perplexity_row, score_json, score_row
+from tasks.outcome import local_key, part_json, part_row, perplexity_row, score_json, score_row
 
 if TYPE_CHECKING:
+    from engine.quality.regression import Target
     from tasks.general import Perplexity
 
 app = typer.Typer()
@@ -36,6 +37,14 @@ def score(
     suite: Annotated[
         str | None, typer.Option(help="Score on this suite. Without it: on that of each policy.")
     ] = None,
+    reads: Annotated[
+        Literal["all", "suite", "task"],
+        typer.Option(
+            metavar="all|suite|task",
+            help="Read all items, or as many as show whether a revision has fallen below its champion, else "
+            "below the base, by release.score_margin: on the suite, or on the task that it is a sample of.",
+        ),
+    ] = "all",
     as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
@@ -58,6 +67,8 @@ def score(
     for policy, digest in dict.fromkeys(full):
         on = suite or fitted_policy(settings, policy).config.suite
         suites.setdefault(on, []).append((policy, digest))
+    if reads != "all":
+        return _read_parts(settings, suites, reads, key, as_json)
     for name, together in suites.items():
         for scored in scores(settings, together, name, key):
             general = [] if suite else _general(settings, scored.policy, scored.digest, key)
@@ -67,6 +78,31 @@ def score(
                     print_row(row)
     if as_json:
         print_json(rows if len(revisions) > 1 else rows[0])
+
+
+def _read_parts(
+    settings: Params,
+    suites: dict[str, list[tuple[str, str | None]]],
+    target: "Target",
+    key: str,
+    as_json: bool,
+) -> None:
+    """Score each revision on a part of its suite beside its champion, else beside the base."""
+    from flows.display import print_rows
+    from tasks.part_score import PartScore, score_champion, score_part
+    from tasks.score import score as score_all
+
+    parts = list[PartScore]()
+    for suite, together in suites.items():
+        for policy, digest in together:
+            if not digest:
+                raise ConfigError(f"Give POLICY@DIGEST with --reads: {policy!r} alone is the base.")
+            champion = score_champion(settings, policy, digest, suite, key)
+            baseline = champion or score_all(settings, policy, None, suite, key)
+            parts.append(score_part(settings, policy, digest, baseline, key, target))
+    if as_json:
+        return print_json([part_json(part) for part in parts])
+    print_rows([part_row(part) for part in parts])
 
 
 def _general(settings: Params, policy: str, digest: str | None, key: str) -> "list[Perplexity]":
