@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from _quality_lines import ITEMS, Line
-from engine.problems.families import FAMILIES
 from torch.nn.functional import cross_entropy
 
 from engine.base.families import BaseShapes
 from engine.base.prompts import prompt_text, tokenizer_of
 from engine.base.resident import ensure_base
+from engine.problems.families import FAMILIES
 from engine.problems.procedural import Problem, stream
 from engine.settings.params import BaseConfig, load_params
 
