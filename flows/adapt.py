@@ -42,6 +42,8 @@ def adapt(form: AdaptForm) -> Adapted:
             else:
                 baseline, target = champion or base, config.score_reads
                 part = steps.score_part(params, policy, trained.digest, baseline, key, target)
+            if config.keeps:
+                steps.score_kept(params, policy, trained.digest, config.keeps, key)
             if config.general:
                 general = steps.score_general(params, policy, trained.digest, key)
     steps.update_page(params, policy, trained.digest)

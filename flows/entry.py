@@ -191,7 +191,8 @@ def check(settings: Params, policies: list[str]) -> None:
             )
         policy = settings.policy(name)
         check_task(policy.task)
-        load_suite(policy.suite, settings.suites_dir)
+        for suite in filter(None, (policy.suite, policy.keeps)):
+            load_suite(suite, settings.suites_dir)
 
 
 def is_in_catalog_alone(settings: Params, policy: str) -> bool:

@@ -44,15 +44,21 @@ class PartScore(NamedTuple):
     seconds: float
 
 
-def score_champion(params: Params, policy: str, digest: str, suite: str, key: str) -> Score | None:
-    """Score the champion, the baseline of a release of `digest`, on all items; None where there is no other.
-
-    A champion of another base is no baseline. Raises what `tasks.score.score` raises.
-    """
+def champion_beside(params: Params, policy: str, digest: str) -> str | None:
+    """Return the champion, the baseline of a release of `digest`, if it is another one of its base."""
     with open_catalog(params.paths) as catalog:
         champion, revision = catalog.routes.get(policy).champion, catalog.revisions.get(policy, digest)
         same_base = champion and catalog.revisions.get(policy, champion).base == revision.base
-    return score(params, policy, champion, suite, key) if champion != digest and same_base else None
+    return champion if champion != digest and same_base else None
+
+
+def score_champion(params: Params, policy: str, digest: str, suite: str, key: str) -> Score | None:
+    """Score the champion that a release of `digest` has as its baseline on all items; None where it has none.
+
+    Raises what `tasks.score.score` raises.
+    """
+    champion = champion_beside(params, policy, digest)
+    return score(params, policy, champion, suite, key) if champion else None
 
 
 def score_part(

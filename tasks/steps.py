@@ -131,6 +131,16 @@ def score_part(
     return plain.score_part(params, policy, digest, baseline, key, target)
 
 
+@task(name="score kept", task_run_name="score what {policy} keeps", cache_policy=NO_CACHE)
+def score_kept(params: Params, policy: str, digest: str, suite: str, key: str) -> None:
+    """Score the base, the champion and a revision on the suite that the policy keeps, in one pass."""
+    from tasks import score as plain
+    from tasks.part_score import champion_beside
+
+    wanted = dict.fromkeys((None, champion_beside(params, policy, digest), digest))
+    list(plain.scores(params, [(policy, one) for one in wanted], suite, key))
+
+
 @task(name="recheck", task_run_name="recheck {policy}", cache_policy=NO_CACHE)
 def recheck(params: Params, policy: str, key: str) -> str:
     """Look at a policy's champion again; return what came of it in a sentence."""

@@ -9,14 +9,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from engine.catalog.records import Release, Route
+from engine.controller.offline_scores import KeptScore, LanguageScore, OfflineScore
 from engine.controller.waits import Wait
 from engine.ledger.evaluations import EvaluatorUse, costs_in_words
 from engine.quality.budget import ErrorBudget
 from engine.quality.canary import CanaryResult
-from engine.quality.regression import Target
 from engine.quality.sequential import least_pairs
 from engine.quality.shadow import ShadowResult
-from engine.settings.own_functions import LIKELIHOODS
 from engine.settings.releases import LOAD_S, ReleaseConfig
 
 Kind = Literal["wait", "next_gate", "ask", "start_canary", "next_step", "promote", "rollback", "hold"]
@@ -27,39 +26,11 @@ GENERAL_MARGIN = 0.05
 
 
 @dataclass(frozen=True)
-class OfflineScore:
-    """Mean scores of revision and baseline, in [0, 1], on the `items` that both have answered.
-
-    `low` is the lower bound of the paired difference's 95% interval. `verifier` is that of the policy. Where
-    only a part of the items was read, `part_of` says what that estimates: the suite's mean, or the task's.
-    """
-
-    items: int
-    revision: float
-    baseline: float
-    low: float = -1.0
-    verifier: str = ""
-    part_of: Target | None = None
-
-
-@dataclass(frozen=True)
-class LanguageScore:
-    """Perplexities of revision and base on the `windows` of general text that both were scored on.
-
-    Without windows in common both are 0.
-    """
-
-    windows: int
-    revision: float
-    base: float
-
-
-@dataclass(frozen=True)
 class Evidence:
     """The evidence for a release at the time `now` (epoch seconds), `step_s` seconds into its step.
 
     `probe` is the effect probe's result, `score` the offline score, `tombstone` the reason of the revision's
-    tombstone; each is None when there is none. `language` is None for a policy without the suite `general`.
+    tombstone; each is None when there is none. `language` and `kept` are None for a policy without them.
     `frozen` is whether releases are frozen. A running canary's `step_s` counts from the canary's start, its
     `weight_s` from that of its newest weight, `asked_s` from the request for a step's approval. None of them
     runs in a pause, and the first two not while a step waits for its approval. `units_per_s` is the recent
@@ -83,15 +54,17 @@ class Evidence:
     shadow: ShadowResult | None = None
     uses: tuple[EvaluatorUse, ...] = ()
     shadow_cost: tuple[int, float, int] = (0, 0.0, 0)
+    kept: KeptScore | None = None
 
     def summary(self) -> dict[str, Any]:
         """Return the evidence that a verdict's row stores."""
         score = asdict(self.score) if self.score else None
-        language = {"language": asdict(self.language)} if self.language else {}
+        offline = {"language": self.language, "kept": self.kept}
+        more = {name: asdict(found) for name, found in offline.items() if found}
         shadow = {"shadow": self.shadow.summary(), "shadow_cost": self.shadow_cost} if self.shadow else {}
         uses = {"evaluators": [use._asdict() for use in self.uses]} if self.uses else {}
         canary = self.canary.summary()
-        return {"probe": self.probe, "score": score, **language, **shadow, **uses, "canary": canary}
+        return {"probe": self.probe, "score": score, **more, **shadow, **uses, "canary": canary}
 
 
 @dataclass(frozen=True)
@@ -158,26 +131,10 @@ def _score(release: Release, evidence: Evidence) -> Action:
     score = evidence.score
     if score is None or score.items == 0:
         return Action("hold", "Revision and baseline have no scored items in common. Score both first.")
-    name, change = LIKELIHOODS.get(score.verifier, "The offline score"), score.revision - score.baseline
-    figures = f"{score.baseline:.3f} to {score.revision:.3f} on {score.items} items"
-    if score.part_of:
-        figures += f" that were chosen; it is estimated for the {score.part_of}"
-        if score.low > -settings.score_margin:
-            return _language(evidence.language, f"{name} went from {figures}.")
-        return Action(
-            "hold",
-            f"{name} went from {figures}, and may have fallen by {-score.low:.3f}; "
-            f"{settings.score_margin:g} is too much.",
-        )
-    if settings.feedback == "none" and score.low < -settings.score_margin:
-        return Action(
-            "hold",
-            f"{name} went from {figures}, and may have fallen by {-score.low:.3f}. Without "
-            f"feedback it decides, and {settings.score_margin:g} is allowed: score more items.",
-        )
-    if change < -settings.score_margin:
-        return Action("hold", f"{name} fell from {figures}; {settings.score_margin:g} is allowed.")
-    return _language(evidence.language, f"{name} went from {figures}.")
+    lost = score.refusal(settings.score_margin, decides=settings.feedback == "none")
+    if lost is None and evidence.kept:
+        lost = evidence.kept.refusal(settings.score_margin)
+    return Action("hold", lost) if lost else _language(evidence.language, f"{score.change}.")
 
 
 def _language(language: LanguageScore | None, so_far: str) -> Action:

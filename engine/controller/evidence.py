@@ -9,7 +9,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from engine.catalog.catalog import Catalog, Release
-from engine.controller.advance import Evidence, LanguageScore, OfflineScore
+from engine.controller.advance import Evidence
+from engine.controller.offline_scores import KeptScore, LanguageScore, OfflineScore
 from engine.ledger.canaries import CanaryReader
 from engine.ledger.estimates import BASE, newest_estimates
 from engine.ledger.evaluations import evaluator_uses
@@ -70,6 +71,7 @@ class EvidenceReader:
             shadow=shadow.result if shadow else None,
             uses=tuple(evaluator_uses(ledger.connection, release)) if evaluates else (),
             shadow_cost=shadow.cost if shadow else (0, 0.0, 0),
+            kept=self._kept(release, revision.base, ledger) if release.step == "score" else None,
         )
 
     def forget(self, release_id: str) -> None:
@@ -125,6 +127,16 @@ class EvidenceReader:
         if not mine:
             return LanguageScore(0, 0.0, 0.0)
         return LanguageScore(len(mine), perplexity(mine), perplexity(theirs))
+
+    def _kept(self, release: Release, base: str, ledger: Ledger) -> KeptScore | None:
+        suite = self._catalog.policies.get(release.policy).config.get("keeps")
+        if not suite or release.revision == release.baseline:
+            return None
+        mine, theirs = _common_scores(ledger, base, release, suite, release.baseline)
+        if not mine:
+            return KeptScore(suite, 0)
+        high = paired_difference(mine, theirs).high
+        return KeptScore(suite, len(mine), fmean(mine), fmean(theirs), high)
 
     def _shadow(self, release: Release, ledger: Ledger) -> ShadowReader | None:
         """Return what has read the shadow; after its gate that no longer changes."""

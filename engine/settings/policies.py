@@ -110,6 +110,11 @@ class PolicyConfig(Settings):
         False,
         description="Also score the perplexity on general text, and hold a revision that loses too much.",
     )
+    keeps: str | None = Field(
+        None,
+        description="Also score on this suite, such as mixed, and hold a revision that is shown to lose more "
+        "than release.score_margin on it against its baseline.",
+    )
     data_digest: str | None = Field(
         None, description="Record the training file's sha256. Set by `graftwork policy create`."
     )

@@ -7,17 +7,22 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from engine.catalog.opening import open_catalog
 from engine.errors import ConfigError, NotFound, ServiceError
 from engine.ledger.ledger import Ledger, open_snapshot
 from engine.ledger.queries import latest_scores
 from engine.problems.procedural import Problem, render, reward
 from engine.problems.verifiers import RULES
 from engine.settings.params import BaseConfig, Params
+from engine.settings.policies import PolicyConfig
 from engine.settings.services import EngineConfig
+from flows.entry import check
+from tasks import steps
 from tasks.score import ask_engine, score, scores
 from tasks.suites import build_suite, freeze, load_suite
 from tests.helpers.command_line import graftwork
 from tests.helpers.json_server import JsonAnswers
+from tests.helpers.rows import NEW, OLD, fill
 
 BASE, DIGEST, KEY = "b" * 64, "d" * 64, "gw-" + "0" * 40
 
@@ -308,3 +313,24 @@ def test_the_live_engine_answers_frozen_prompts_as_it_answers_chats(engine, suit
             }
             answer = client.post("/v1/chat/completions", json=body | {"model": engine.base_name}).json()
             assert answer["choices"][0]["message"]["content"] == scored.answer
+
+
+def test_what_a_policy_keeps_is_scored_for_base_champion_and_revision(serve, suites, tmp_path):
+    server = serve(by_model(load_suite("sums", suites)))
+    params = settings(tmp_path, server).model_copy(update={"suites_dir": suites})
+    params.state_dir.mkdir()
+    with open_catalog(params.paths, migrated=True) as catalog:
+        fill(catalog)
+    steps.score_kept.fn(params, "sorting", NEW, "sums", KEY)
+    asked = {body["model"] for body in server.bodies}
+    assert asked == {"tiny-dense", f"sorting@{OLD[:12]}", f"sorting@{NEW[:12]}"}
+    ingest(params)
+    with open_snapshot(params.paths.ledger_snapshot) as ledger:
+        assert len(latest_scores(ledger, BASE, "sorting", "sums", OLD)) == 50
+
+
+def test_a_suite_to_keep_that_does_not_exist_is_refused_before_anything_starts(suites, tmp_path):
+    policies = {"mine": PolicyConfig(task="addition", suite="sums", keeps="ghost")}
+    params = Params(state_dir=tmp_path, suites_dir=suites, policies=policies)
+    with pytest.raises(NotFound, match=r"'ghost'.*sums"):
+        check(params, ["mine"])

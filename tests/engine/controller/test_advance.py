@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from engine.catalog.catalog import Release, Route
-from engine.controller.advance import Action, Evidence, LanguageScore, OfflineScore, advance
+from engine.controller.advance import Action, Evidence, advance
+from engine.controller.offline_scores import KeptScore, LanguageScore, OfflineScore
 from engine.quality.canary import CanaryResult, FeedbackCounts
 from engine.quality.guards import GuardResult
 from engine.quality.regression import Target
@@ -101,6 +102,27 @@ def test_a_revision_that_loses_its_language_is_held_whatever_it_scores(
     assert skipped == Action("next_gate", "The score gate was skipped by me: known to be bad")
     worse = replace(seen, score=SCORES["worse"])
     assert "score fell" in advance(row, worse).reason
+
+
+@pytest.mark.parametrize(
+    ("kept", "kind", "said"),
+    [
+        (None, "next_gate", ""),
+        (KeptScore("mixed", 0), "hold", "--suite mixed"),
+        (KeptScore("mixed", 200, 0.30, 0.50, -0.15), "hold", "0.500 to 0.300 on 200 items"),
+        # The mean is below the margin, but it is not shown: chance may have done it.
+        (KeptScore("mixed", 200, 0.40, 0.50, -0.01), "next_gate", ""),
+        (KeptScore("mixed", 200, 0.60, 0.50, 0.15), "next_gate", ""),
+    ],
+)
+def test_a_revision_that_loses_what_its_policy_keeps_is_held(
+    kept: KeptScore | None, kind: str, said: str
+) -> None:
+    seen = evidence(score=SCORES["better"], kept=kept)
+    action = advance(release(step="score"), seen)
+    assert action.kind == kind
+    assert said in action.reason
+    assert seen.summary().get("kept", {}).get("items") == (kept and kept.items)
 
 
 def test_the_margin_of_general_text_is_no_setting_of_the_score() -> None:

@@ -380,6 +380,32 @@ def test_the_language_gate_compares_the_windows_of_revision_and_base(
             assert ended.evidence["language"] == found
 
 
+def test_what_a_policy_keeps_is_compared_with_the_baseline(controller: Controller, users: Users) -> None:
+    policy = controller.catalog.policies.get("sorting")
+    controller.catalog.policies.add(replace(policy, config={**policy.config, "keeps": "mixed"}))
+
+    def score(digest: str, suite: str, item: str, value: float) -> None:
+        fields = {"policy": "sorting", "base": "base", "suite_version": "1", "suite": suite}
+        users.spool.emit("scores", digest=digest, item=item, score=value, **fields)
+
+    def ended() -> Release:
+        users.spool.rotate()
+        release = controller.decisions.start("sorting", NEW, {}, {}, "me")
+        controller.tick()
+        return controller.catalog.releases.get(release.id)
+
+    for digest in (OLD, NEW):
+        score(digest, "sorting-json", "a", 1.0)
+    assert (ended().state, ended().evidence["kept"]["items"]) == ("held", 0)
+    for item in range(60):
+        score(OLD, "mixed", str(item), 1.0)
+        score(NEW, "mixed", str(item), float(item < 20))
+    held = ended()
+    assert held.state == "held"
+    assert held.evidence["kept"]["high"] < -0.3
+    assert "1.000 to 0.333 on 60 items" in held.reason
+
+
 def full(*_: object) -> int:
     raise OSError(28, "No space left on device")
 
