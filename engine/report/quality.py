@@ -54,10 +54,7 @@ EVALUATED = f"""
         {GROUPS.replace("digest", "evaluator, digest")}
     ) GROUP BY digest, segment
 """
-COSTS = """
-    SELECT digest, max(training_tokens), max(training_s) FROM cost_per_point
-    WHERE policy = $policy GROUP BY digest
-"""
+COSTS = "SELECT digest, tokens, seconds FROM revisions WHERE policy = $policy"
 Key = tuple[str | None, str | None]  # digest, segment
 # Suite version and settings of the engine: scores of others are not compared.
 Made = tuple[str, str | None]

@@ -80,7 +80,7 @@ def train(
             refuse_collapse(run, session)
         with at_best(run, session) if config.method in TAUGHT else nullcontext(session) as best:
             exported = export_revision(run, best)
-        run.record_export(exported)
+        run.record_export(exported, session.history)
         run.client.close_session(session)
     assert exported.directory is not None
     seconds = monotonic() - began

@@ -3,7 +3,7 @@
 import os
 import socket
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,6 +27,7 @@ from engine.training.rollout_data import Ahead, Source
 from engine.training.sample_groups import SamplesGroups
 from engine.training.service.client import TrainerClient
 from engine.training.service.protocol import Exported
+from engine.training.service.train_step import TrainStep
 from engine.version import code_version
 
 # What a row holds for a restarted run, and the ledger does not: the revision that was exported before the
@@ -70,12 +71,17 @@ class Run:
         fields = {name: value for name, value in row.items() if name not in FOR_RESTARTS}
         self.spool.emit("train_steps", id=f"{self.line.session}-{row['step']}", **fields, **self.identity)
 
-    def record_export(self, exported: Exported) -> None:
-        """Tell the ledger which revision the line made; its id makes a repeated export harmless."""
-        line = self.line
+    def record_export(self, exported: Exported, history: Sequence[Mapping[str, Any]]) -> None:
+        """Tell the ledger which revision the line made, and its cost by the rows of its steps.
+
+        The row's id makes a repeated export harmless.
+        """
+        line, steps = self.line, [TrainStep.of(row) for row in history if row["step"] <= exported.step]
         self.spool.emit(
             "revisions", id=f"{line.session}@{exported.digest}", policy=self.policy, digest=exported.digest,
-            parent=line.parent, session=line.session, step=exported.step, **self.identity,
+            parent=line.parent, session=line.session, step=exported.step,
+            tokens=sum(step.tokens or 0 for step in steps),
+            seconds=sum(sum(step.phases.values()) for step in steps), **self.identity,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """How long the ledger's views of quality take, on a made ledger of many revisions of 1,000 policies.
 
-A revision has its items' scores, one step of training, and six estimates: the mean for both targets, two
-segments, and the differences to its parent and to the base; of every tenth revision a part was read before.
-Rows lie in order of time, so that the policies' rows are mixed.
+A revision has its items' scores and four estimates: the mean for both targets, that of a segment, and the
+difference to its parent; of every tenth a part was read before. Rows lie in order of time, so that the
+policies' rows are mixed.
 """
 
 import time
@@ -28,24 +28,20 @@ FILL = {
     """,
     "estimates": f"""
         SELECT md5(number || '/' || kind) AS id, number + kind / 10 AS "at", {NOTED}, {OWN}, {SUITE},
-            CASE WHEN kind IN (3, 4) THEN 'segment ' || kind % 2 END AS segment,
+            CASE kind WHEN 3 THEN 'segment 1' END AS segment,
             CASE WHEN kind IN (0, 2) THEN 'suite' ELSE 'task' END AS target,
-            CASE kind WHEN 5 THEN {PARENT} WHEN 6 THEN 'base' END AS against,
-            hash(number, kind) % 1000 / 1000 - (kind > 4)::INT / 2 AS mean,
+            CASE kind WHEN 4 THEN {PARENT} END AS against,
+            hash(number, kind) % 1000 / 1000 - (kind > 3)::INT / 2 AS mean,
             mean - 0.2 AS low, mean + CASE kind WHEN 2 THEN 0 ELSE 0.2 END AS high, 0.95 AS level,
             CASE kind WHEN 0 THEN 5 ELSE 10 END AS items, 10 AS available, 900 + kind AS tokens,
             0.5 AS seconds
-        FROM range($revisions) revisions(number), range(7) kinds(kind)
-        WHERE kind > 0 OR number % 10 = 0 ORDER BY number, kind
+        FROM range($revisions) revisions(number), range(5) kinds(kind)
+        WHERE kind > 0 OR number // {POLICIES} % 10 = 0 ORDER BY number, kind
     """,
     "revisions": f"""
         SELECT 'r' || number AS id, number AS "at", {OWN}, {PARENT} AS parent,
-            'session ' || number AS session, 1 AS step
+            'session ' || number AS session, 1 AS step, 4096 AS tokens, 1.5 AS seconds
         FROM range($revisions) revisions(number)
-    """,
-    "train_steps": f"""
-        SELECT 't' || number AS id, number AS "at", {OWN}, 'session ' || number AS session, 1 AS step,
-            4096 AS tokens, 1.0 AS rollout_s, 0.5 AS update_s FROM range($revisions) revisions(number)
     """,
     "route_changes": f"""
         SELECT 'c' || number AS id, number AS "at", policy, digest AS champion,

@@ -1,8 +1,8 @@
 -- What a training run made: `parent` is the revision that it continued (NULL: the base), `session` and `step` those of
--- `train_steps`. Revisions from before this table have no row.
+-- `train_steps`, `tokens` and `seconds` the sums over its steps. Revisions from before this table have no row.
 CREATE TABLE revisions (
     id VARCHAR PRIMARY KEY, "at" DOUBLE NOT NULL, code_version VARCHAR, config_hash VARCHAR,
-    policy VARCHAR, digest VARCHAR, parent VARCHAR, session VARCHAR, step INTEGER
+    policy VARCHAR, digest VARCHAR, parent VARCHAR, session VARCHAR, step INTEGER, tokens BIGINT, seconds DOUBLE
 );
 
 -- What the scores from before `estimates` say: the mean of each revision's newest run, with Wilson's 95% interval.
@@ -50,44 +50,37 @@ FROM (
 -- What a revision's training and scoring cost, its gain over the base on the same version of the suite, and the cost of
 -- one point (a hundredth) of it, NULL without a gain.
 CREATE VIEW cost_per_point AS
-WITH trained AS (
-    SELECT revisions.policy, revisions.digest, sum(tokens)::BIGINT AS training_tokens,
-        sum(coalesce(wait_s, rollout_s, 0) + coalesce(reward_s, 0) + coalesce(update_s, 0) + coalesce(handoff_s, 0))
-            AS training_s
-    FROM revisions JOIN train_steps ON train_steps.policy = revisions.policy
-        AND train_steps.session = revisions.session AND train_steps.step <= revisions.step
-    GROUP BY revisions.policy, revisions.digest
-), known AS (
-    -- Of both targets the mean is the same; 'task' is there where 'suite' is not.
+WITH known AS NOT MATERIALIZED (
+    -- Of both targets the mean is the same.
     SELECT policy, digest, base, suite, suite_version, config_hash, max("at") AS "at",
-        arg_max(mean, target) AS mean, max(tokens) AS tokens, max(seconds) AS seconds
-    FROM quality WHERE segment IS NULL GROUP BY ALL
+        arg_max({'mean': mean, 'tokens': tokens, 'seconds': seconds}, "at") AS newest
+    FROM estimates WHERE against IS NULL AND segment IS NULL GROUP BY ALL
 )
-SELECT mine.policy, mine.digest, mine.base, mine.suite, mine.suite_version, mine.config_hash, training_tokens,
-    training_s, mine.tokens AS scoring_tokens, mine.seconds AS scoring_s, mine.mean - theirs.mean AS gain,
-    CASE WHEN gain > 0 THEN (training_tokens + coalesce(mine.tokens, 0)) / (100 * gain) END AS tokens_per_point,
-    CASE WHEN gain > 0 THEN (training_s + coalesce(mine.seconds, 0)) / (100 * gain) END AS seconds_per_point,
+SELECT mine.policy, mine.digest, mine.base, mine.suite, mine.suite_version, mine.config_hash,
+    revisions.tokens AS training_tokens, revisions.seconds AS training_s,
+    mine.newest.tokens AS scoring_tokens, mine.newest.seconds AS scoring_s,
+    mine.newest.mean - theirs.newest.mean AS gain,
+    CASE WHEN gain > 0 THEN (training_tokens + coalesce(scoring_tokens, 0)) / (100 * gain) END AS tokens_per_point,
+    CASE WHEN gain > 0 THEN (training_s + coalesce(scoring_s, 0)) / (100 * gain) END AS seconds_per_point,
     mine."at"
 FROM known mine
 LEFT JOIN known theirs ON theirs.digest IS NULL AND theirs.base = mine.base AND theirs.suite = mine.suite
     AND theirs.suite_version = mine.suite_version AND theirs.config_hash IS NOT DISTINCT FROM mine.config_hash
-LEFT JOIN trained ON trained.policy = mine.policy AND trained.digest = mine.digest
+LEFT JOIN revisions ON revisions.policy = mine.policy AND revisions.digest = mine.digest
 WHERE mine.digest IS NOT NULL;
 
--- How often our intervals were right: of those that a part of a suite's items gave, the share that holds the value that
--- all items gave later.
+-- How often our intervals were right: of those that a part of a suite's items gave of a policy's revisions, the share
+-- that holds the value that all items gave later.
 CREATE VIEW calibration AS
-WITH whole AS (
-    SELECT policy, digest, base, suite, suite_version, config_hash, segment, against,
-        arg_max(mean, "at") AS mean, max("at") AS "at"
-    FROM estimates WHERE target = 'suite' AND items = available GROUP BY ALL
+WITH read AS (
+    SELECT policy, suite, suite_version,
+        arg_max(mean, "at") FILTER (items = available) AS mean, max("at") FILTER (items = available) AS "at",
+        list({'low': low, 'high': high, 'level': level, 'at': "at"}) FILTER (items < available) AS parts
+    FROM estimates WHERE target = 'suite' AND digest IS NOT NULL
+    GROUP BY policy, digest, base, suite, suite_version, config_hash, segment, against
+), parts AS (
+    SELECT policy, suite, suite_version, mean, "at", unnest(parts) AS part FROM read WHERE parts IS NOT NULL
 )
-SELECT part.policy, part.suite, part.suite_version, part.level, count(*) AS intervals,
-    count(*) FILTER (whole.mean BETWEEN part.low - 1e-9 AND part.high + 1e-9) AS held, held / intervals AS share
-FROM estimates part
-JOIN whole ON whole.policy IS NOT DISTINCT FROM part.policy AND whole.digest IS NOT DISTINCT FROM part.digest
-    AND whole.base = part.base AND whole.suite = part.suite AND whole.suite_version = part.suite_version
-    AND whole.config_hash IS NOT DISTINCT FROM part.config_hash
-    AND whole.segment IS NOT DISTINCT FROM part.segment AND whole.against IS NOT DISTINCT FROM part.against
-    AND whole."at" >= part."at"
-WHERE part.target = 'suite' AND part.items < part.available GROUP BY ALL;
+SELECT policy, suite, suite_version, part.level, count(*) AS intervals,
+    count(*) FILTER (mean BETWEEN part.low - 1e-9 AND part.high + 1e-9) AS held, held / intervals AS share
+FROM parts WHERE part."at" <= "at" GROUP BY policy, suite, suite_version, part.level;

@@ -97,10 +97,7 @@ def test_a_row_has_score_difference_users_evaluators_latency_and_cost(shown: Sho
         shown.spool.emit("feedback", request_id=f"a{number}", reward=reward, key="k")
         shown.spool.emit("evaluations", request=f"a{number}", policy="sorting", digest=shown.child,
                          evaluator="polite", score=reward / 2)  # fmt: skip
-    made = {"policy": "sorting", "session": "line-1"}
-    shown.spool.emit("revisions", digest=shown.child, step=2, **made)
-    for step in (1, 2, 3):
-        shown.spool.emit("train_steps", step=step, tokens=100, rollout_s=1.0, update_s=2.0, **made)
+    shown.spool.emit("revisions", policy="sorting", digest=shown.child, tokens=200, seconds=6.0)
     emit_estimate(shown.spool, replace(FULL, digest=shown.child, target="suite", mean=0.75, segment="other"))
     shown.take_in()
     row = shown.row(shown.child)
@@ -118,6 +115,7 @@ def test_a_row_has_score_difference_users_evaluators_latency_and_cost(shown: Sho
         2.0,
         {"polite": 0.25},
     )
+    assert (row["tokens"], row["seconds"]) == (200, 6.0)
     short = shown.row(shown.child, "short")
     assert (short["reward"], short["units"], short["latency_s"]) == (0.25, 2, 2.5)
     assert (short["evaluators"], short["score"]["items"]) == ({"polite": 0.125}, 15)

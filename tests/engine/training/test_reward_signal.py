@@ -445,5 +445,6 @@ def test_the_ledger_is_told_which_line_made_a_revision(trained: Any) -> None:
     made, client = trained(Judge(otherwise=SPREAD))
     told = client.told["revisions", f"sums-1@{made.digest}"]
     wanted = {"policy": "sums", "digest": made.digest, "parent": None, "session": "sums-1", "step": made.step}
+    wanted |= {"tokens": sum(row["tokens"] for row in client.history)}
     assert {name: told[name] for name in wanted} == wanted
     assert ("train_steps", f"sums-1-{made.step}") in client.told
