@@ -203,8 +203,8 @@ def pin_revision(file: Path, policy: str, digest: str | None) -> str:
     return digest
 
 
-def write_report(directory: Path, target: Path) -> None:
-    """Write `report.html`, `scores.csv` and `outcomes.csv` to `target` from the two files alone."""
+def write_report(directory: Path, target: Path, suite: "Suite") -> None:
+    """Write `report.html` and the data of plots to `target`, from the two files and the suite's segments."""
     from jinja2 import Environment
 
     evaluation = read_evaluation(directory)
@@ -218,6 +218,21 @@ def write_report(directory: Path, target: Path) -> None:
     _write_csv(target / "scores.csv", models)
     outcomes = [{"item": old.item, BASE: _grade(old), REVISION: _grade(new)} for old, new in pairs]
     _write_csv(target / "outcomes.csv", outcomes)
+    segments = {item.id: item.segment for item in suite.items}
+    _write_csv(target / "segments.csv", _segment_rows(evaluation, segments))
+
+
+def _segment_rows(evaluation: Evaluation, segments: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return each model's score on each segment; items without one are `none`."""
+    named = {item: segment or "none" for item, segment in segments.items()}
+    scores: dict[tuple[str, str], list[float]] = {}
+    for model, answers in evaluation.answers.items():
+        for answer in answers:
+            scores.setdefault((named[answer.item], model), []).append(answer.score)
+    return [
+        {"of": f"{segment}, {model}", "score": round(fmean(values), DIGITS), "items": len(values)}
+        for (segment, model), values in sorted(scores.items())
+    ]
 
 
 def _grade(answer: Answer) -> str:

@@ -23,7 +23,7 @@ def stage(
     settings = enter(params)
     check(settings, [settings.evaluate.policy])
     from flows import display
-    from tasks import evaluation, stage_evaluate, stages
+    from tasks import evaluation, stage_evaluate, stage_files, stages
 
     # The stage's services must end with DVC, also when it is killed.
     die_with_parent(os.getppid())
@@ -40,7 +40,8 @@ def stage(
     elif name == "evaluate":
         stage_evaluate.evaluate(settings, display.print_service)
     else:
-        evaluation.write_report(params.absolute().parent, stages.files_of(settings).report)
+        files = stages.files_of(settings)
+        evaluation.write_report(params.absolute().parent, files.report, stage_files.opened_suite(files))
 
 
 if __name__ == "__main__":

@@ -468,7 +468,10 @@ def test_files_that_are_no_evaluation_are_refused(suite, tmp_path):
 
 def test_the_report_is_made_of_the_two_files_and_shows_answers_as_text(suite, tmp_path):
     evaluated(tmp_path / "here", suite, [1.0] * 9 + [0.0])
-    evaluation.write_report(tmp_path / "here", tmp_path / "report")
+    suite = replace(
+        suite, items=tuple(replace(it, segment="" if it.id < "0004" else "long") for it in suite.items)
+    )
+    evaluation.write_report(tmp_path / "here", tmp_path / "report", suite)
     page = (tmp_path / "report" / "report.html").read_text()
     assert "&lt;1.0&gt;" in page
     assert "<1.0>" not in page
@@ -477,6 +480,13 @@ def test_the_report_is_made_of_the_two_files_and_shows_answers_as_text(suite, tm
     outcomes = (tmp_path / "report" / "outcomes.csv").read_text().splitlines()
     assert outcomes[:2] == ["item,base,revision", "0000,wrong,right"]
     assert (tmp_path / "report" / "scores.csv").read_text() == "model,score\nbase,0.0\nrevision,0.9\n"
+    segments = (tmp_path / "report" / "segments.csv").read_text().splitlines()
+    assert list(csv.DictReader(segments)) == [
+        {"of": "long, base", "score": "0.0", "items": "6"},
+        {"of": "long, revision", "score": "0.833333", "items": "6"},
+        {"of": "none, base", "score": "0.0", "items": "4"},
+        {"of": "none, revision", "score": "1.0", "items": "4"},
+    ]
 
 
 def test_recording_twice_is_once_and_only_for_what_lies_beside_it(checkout, tiny_base, tmp_path):
