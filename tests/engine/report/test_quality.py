@@ -155,7 +155,7 @@ def test_scores_of_another_base_version_or_engine_are_not_compared(
     assert (row["score"] is None) == ("base" in change)
 
 
-def test_the_table_says_what_is_not_known_and_what_drifted(shown: Shown) -> None:
+def test_the_table_says_what_is_not_known(shown: Shown) -> None:
     done = graftwork("quality", "sorting", "--params", str(shown.settings))
     assert done.returncode == 0
     assert "No revision of 'sorting' has been scored on sorting-json yet. `graftwork score" in done.stdout
@@ -165,6 +165,22 @@ def test_the_table_says_what_is_not_known_and_what_drifted(shown: Shown) -> None
     done = graftwork("quality", "sorting", "--params", str(shown.settings))
     assert "50.0% [27.2, 72.8]" in done.stdout
     assert "None of its intervals has been checked" in done.stdout
+
+
+def test_users_who_rate_below_the_offline_score_are_told_of(shown: Shown) -> None:
+    policy = {"task": "sorting", "suite": "sorting-json", "drift_after_s": 60.0}
+    settings = {"state_dir": str(shown.params.state_dir), "policies": {"sorting": policy}}
+    shown.settings.write_text(yaml.safe_dump(settings))
+    shown.score(OLD, ITEMS)
+    shown.spool.emit("route_changes", policy="sorting", champion=OLD, version=1, at=1.0)
+    user = {"policy": "sorting", "key": "k", "status": 200, "purpose": "user", "digest": OLD}
+    for number in range(20):
+        shown.spool.emit("observations", id=f"a{number}", unit=f"u{number}", **user)
+        shown.spool.emit("feedback", request_id=f"a{number}", reward=0.0, key="k")
+    shown.take_in()
+    (note,) = shown.told()["notes"]
+    assert "users rate its champion" in note
+    assert "(20 ratings)" in note
 
 
 @pytest.mark.parametrize(
