@@ -14,18 +14,24 @@ a fixed number of items. `items_vs_plain` and `items_vs_paired`: items of the ad
 plain, and of uniform paired reading, until the interval is as narrow; the median over revisions, and that of
 revisions better than all before (`items_vs_paired_best`). `missed` and `flagged`: how often the gate's
 question is answered wrong for revisions that are exactly 5 points worse on the suite, and for equal ones;
-`gate_items` is the mean of items read. `--long` trains the revisions, records their outcomes and replays ten
-times as many suites.
+`gate_items` is the mean of items read. `pass_speedup`: ten commands `graftwork score` over one of ten
+revisions, which must print the same scores and answers. `views_s`, `policy_view_s`: the slowest documented
+query on a made ledger, and the slowest on one policy. `--long` trains the revisions, records their outcomes
+and replays ten times as many suites.
 """
 
 import os
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import count
+from pathlib import Path
 from statistics import fmean, median
 
 import _quality_lines as recorded
+import _quality_pass as scored
+import _quality_views as views
 import _record as record
 import numpy as np
 from _quality_lines import Line
@@ -36,6 +42,7 @@ from engine.quality.estimate import interval
 from engine.quality.prediction import OutcomePredictor
 from engine.quality.reading import SuiteReading, TaskReading
 from engine.quality.regression import RegressionReading, Target
+from engine.settings.params import load_params
 
 # Items of a suite, and how many of them are read: a quarter, and half.
 SUITE, READS = 200, (50, 100)
@@ -46,6 +53,8 @@ NEAR = 0.2
 SIMULATED = 12
 # The most rounds over all lines, by whether the form is long.
 ROUNDS = {False: None, True: 200}
+# Of the time, what passes over ten revisions take; and the rows of the ledger whose views are timed.
+PASS_SHARE, REVISIONS, SCORES = 0.3, {False: 100_000, True: 1_000_000}, 10
 BOUNDS = {
     "coverage": record.at_least(0.94),
     "fixed_coverage": record.at_most(0.99),
@@ -55,6 +64,9 @@ BOUNDS = {
     "missed": record.at_most(0.05),
     "flagged": record.at_most(0.05),
     "gate_items": record.at_most(120),
+    "pass_speedup": record.at_least(2),
+    "views_s": record.at_most(2),
+    "policy_view_s": record.at_most(0.1),
 }
 # Each figure's values in one round, by name.
 Found = dict[str, list[float]]
@@ -176,6 +188,13 @@ def replay(run: Run, lines: list[Line], what: str, share: float) -> dict[str, fl
     return summary(found)
 
 
+def slowest(seconds: dict[str, float], suffix: str) -> dict[str, float]:
+    """Return the slowest query over all policies, and the slowest of one."""
+    of_one = {name for name in seconds if name.endswith(" of one policy")}
+    parts = {"policy_view_s": of_one, "views_s": seconds.keys() - of_one}
+    return {name + suffix: max(seconds[query] for query in queries) for name, queries in parts.items()}
+
+
 def main() -> None:
     given = options(__doc__).parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
@@ -186,6 +205,12 @@ def main() -> None:
         with run.preparing():
             recorded.save(training.lines(given.params), recorded.FILE)
     lines = {"recorded": recorded.load(), "simulated": list(recorded.simulated(SIMULATED, seed=1))}
+    with tempfile.TemporaryDirectory(prefix="graftwork-quality-", dir=given.out) as root, run.preparing():
+        params = load_params(given.params)
+        passes = scored.measured(params, Path(root), lambda take: run.repeats("pass", take, share=PASS_SHARE))
+        figures.add({name: [one[name] for one in passes] for name in (passes[0] if passes else ())})
+        for taken in run.parts(lambda: views.measure(Path(root), REVISIONS[run.is_long], SCORES)):
+            figures.values |= slowest(taken, f".{REVISIONS[run.is_long]}")
     for (source, each), share in zip(lines.items(), (0.6, 1.0), strict=True):
         found = replay(run, each, f"rounds of {source} outcomes", share)
         figures.values |= {f"{name}.{source}": value for name, value in found.items()}

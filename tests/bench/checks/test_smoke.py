@@ -234,7 +234,10 @@ def quality(bench: ModuleType, patch: pytest.MonkeyPatch, base: Path) -> tuple[l
     lines = list(bench.recorded.simulated(2, seed=2))
     replace(bench, patch, ROUNDS={False: 1}, SIMULATED=2)
     patch.setattr(bench.recorded, "load", given(lines))
-    return [], {"readings.recorded": 10.0, "missed.recorded": 0.0, "flagged.recorded": 0.0}
+    patch.setattr(bench.scored, "measured", given([{"pass_speedup": 3.0}]))
+    patch.setattr(bench.views, "measure", given({"best": 0.5, "worst": 1.5, "quality of one policy": 0.01}))
+    figures = {"readings.recorded": 10.0, "missed.recorded": 0.0, "flagged.recorded": 0.0}
+    return [], figures | {"views_s.100000": 1.5, "policy_view_s.100000": 0.01, "pass_speedup": 3.0}
 
 
 def taught(bench: ModuleType, patch: pytest.MonkeyPatch, base: Path) -> tuple[list[str], dict[str, Any]]:
