@@ -15,7 +15,7 @@ plain, and of uniform paired reading, until the interval is as narrow; the media
 revisions better than all before (`items_vs_paired_best`). `missed` and `flagged`: how often the gate's
 question is answered wrong for revisions that are exactly 5 points worse on the suite, and for equal ones;
 `gate_items` is the mean of items read. `pass_speedup`: ten commands `graftwork score` over one of ten
-revisions, which must print the same scores and answers. `views_s`, `policy_view_s`: the slowest documented
+revisions, which must print the same scores. `views_s`, `policy_view_s`: the slowest documented
 query on a made ledger, and the slowest on one policy. `--long` trains the revisions, records their outcomes
 and replays ten times as many suites.
 """
