@@ -298,17 +298,17 @@ def _freeze(
 def _refuse_leaks(training: Path, suite: Suite, before: Suite | None, are_examples: bool) -> None:
     items = (*suite.items, *(before.items if before else ()))
     frozen = {split_hash(JsonlRow(item.question, "", item.messages), are_examples): item.id for item in items}
-    for number, row in read_rows(training):
-        if item := frozen.get(split_hash(row, are_examples)):
-            raise ConfigError(
-                f"Training line {number} has the question of the frozen item {item}: {row.question[:80]!r}. "
-                "Remove the line: a score on a trained question means nothing."
-            )
-    lines = (
-        QuestionLine(f"Training line {number}", row.question, row.answer)
-        for number, row in read_rows(training)
-    )
-    refuse_leaks(lines, question_lines(items))
+
+    def lines() -> Iterator[QuestionLine]:
+        for number, row in read_rows(training):
+            if item := frozen.get(split_hash(row, are_examples)):
+                raise ConfigError(
+                    f"Training line {number} has the question of the frozen item {item}: "
+                    f"{row.question[:80]!r}. Remove the line: a score on a trained question means nothing."
+                )
+            yield QuestionLine(f"Training line {number}", row.question, row.answer)
+
+    refuse_leaks(lines(), question_lines(items))
 
 
 def _same(target: Path, draft: Path, suite: Suite, before: Suite | None, files: Sequence[str]) -> bool:

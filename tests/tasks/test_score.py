@@ -2,11 +2,13 @@
 
 import json
 import threading
+import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from engine.base.families import BaseShapes
 from engine.catalog.opening import open_catalog
 from engine.errors import ConfigError, NotFound, ServiceError
 from engine.ledger.ledger import Ledger, open_snapshot
@@ -22,6 +24,7 @@ from tasks.score import ask_engine, score, scores
 from tasks.suites import build_suite, freeze, load_suite
 from tests.helpers.command_line import graftwork
 from tests.helpers.json_server import JsonAnswers
+from tests.helpers.parity import RANK, random_adapter
 from tests.helpers.rows import NEW, OLD, fill
 
 BASE, DIGEST, KEY = "b" * 64, "d" * 64, "gw-" + "0" * 40
@@ -334,3 +337,24 @@ def test_a_suite_to_keep_that_does_not_exist_is_refused_before_anything_starts(s
     params = Params(state_dir=tmp_path, suites_dir=suites, policies=policies)
     with pytest.raises(NotFound, match=r"'ghost'.*sums"):
         check(params, ["mine"])
+
+
+def test_the_live_engine_scores_six_adapters_and_the_base_in_one_pass_to_the_same_byte(engine, suites):
+    """More adapters than slots, answers that are generated; twice, one pass and one after another."""
+    params = Params(
+        state_dir=engine.state,
+        base=BaseConfig(name=str(engine.base_path)),
+        engine=EngineConfig(port=int(engine.url.rpartition(":")[2]), max_num_seqs=64),
+    )
+    shapes = BaseShapes.of(json.loads((engine.base_path / "config.json").read_text())).modules()
+    names = [engine.publish("pass", random_adapter(shapes, 70 + i, size=0.05), RANK) for i in range(6)]
+    found = [engine.catalog.revisions.get(*name.split("@")) for name in names]
+    revisions = [("pass", None), *(("pass", one.digest) for one in found)]
+    given = {"suite": "sums", "key": engine.key, "root": suites, "reuse": False}
+    started = time.monotonic()
+    together = list(scores(params, revisions, **given))
+    middle = time.monotonic()
+    alone = [score(params, *one, **given) for one in revisions]
+    print(f"one pass {middle - started:.2f} s, one after another {time.monotonic() - middle:.2f} s")
+    assert [one.items for one in together] == [one.items for one in alone]
+    assert len({one.items for one in together}) > 4
