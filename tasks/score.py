@@ -133,33 +133,34 @@ def scores(
             except (ServiceError, ConfigError) as error:
                 refused.append(error)
                 continue
-            emit_scores(params, base, policy, digest, opened, items)
+            emit_scores(params, base, policy, digest, opened, items, seconds=time.monotonic() - started)
         values, seconds = [item.score for item in items], time.monotonic() - started
         low, high = interval(values)
-        scored = Score(
+        yield Score(
             policy, digest, base, opened.name, opened.version, fmean(values), low, high, items, reused,
             seconds, errors, _loss(opened, items),
         )  # fmt: skip
-        if not reused:
-            emit_means(params, _estimate(params, scored), values, [item.segment for item in opened.items])
-        yield scored
     if refused:
         raise type(refused[0])(" ".join(dict.fromkeys(map(str, refused))))
 
 
 def compare(params: Params, score: Score, other: Score) -> None:
     """Emit the difference of a revision's score to another's, or to the base's; idempotent."""
-    row = replace(_estimate(params, score), against=other.digest or BASE)
+    row = _estimate(params, score.base, score.policy, score.digest, score.suite, score.suite_version)
     mine, theirs = ([item.score for item in each.items] for each in (score, other))
-    emit_difference(params, row, mine, theirs)
+    emit_difference(params, replace(row, against=other.digest or BASE), mine, theirs)
 
 
-def _estimate(params: Params, score: Score) -> Estimate:
+def _estimate(
+    params: Params, base: str, policy: str, digest: str | None, suite: str, version: str,
+    seconds: float | None = None,
+) -> Estimate:  # fmt: skip
+    """Return what the estimates of a revision share; its figures are filled in by `tasks.estimates`."""
     # The base belongs to no policy.
-    policy, count = score.policy if score.digest else None, len(score.items)
+    owner = policy if digest else None
     return Estimate(
-        policy, score.digest, score.base, score.suite, score.suite_version, "suite", score.mean, score.ci_low,
-        score.ci_high, count, count, seconds=score.seconds, config_hash=content_hash(params.engine),
+        owner, digest, base, suite, version, "suite", mean=0.0, low=0.0, high=0.0, items=0, seconds=seconds,
+        config_hash=content_hash(params.engine),
     )  # fmt: skip
 
 
@@ -310,11 +311,12 @@ def _completions(params: Params, model: str, key: str, batch: int, with_tokens: 
 
 def emit_scores(
     params: Params, base: str, policy: str, digest: str | None, suite: Suite, items: Sequence[ItemScore],
-    *, is_part: bool = False,
+    *, is_part: bool = False, seconds: float | None = None,
 ) -> None:  # fmt: skip
-    """Emit scores to the ledger through the spool. Idempotent: a row's id derives from its content.
+    """Emit scores to the ledger through the spool, and what they say as estimates; idempotent.
 
-    Of a part of the items, which were chosen, they are `readings`.
+    A row's id derives from its content. Of a part of the items, which were chosen, the scores are `readings`
+    and say nothing by themselves.
     """
     run = {} if is_part else {"run": _row_id(base, policy, digest, suite, "*")}
     asked = {item.id: item for item in suite.items}
@@ -338,6 +340,10 @@ def emit_scores(
                 segment=asked[item.item].segment or None,
                 **run,
             )
+    if not is_part:
+        row = _estimate(params, base, policy, digest, suite.name, suite.version, seconds)
+        segments = [asked[item.item].segment for item in items]
+        emit_means(params, row, [item.score for item in items], segments)
 
 
 def _row_id(base: str, policy: str, digest: str | None, suite: Suite, item: str) -> str:
