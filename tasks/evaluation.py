@@ -162,7 +162,7 @@ def record(params: Params, directory: Path, evaluation: Evaluation) -> int:
     files do not match the stages' suite and revision.
     """
     from engine.adapters.revision import read_manifest
-    from tasks.score import ItemScore, emit_scores, on_base
+    from tasks.score import ItemScore, emit_estimates, emit_scores, on_base
 
     files = Files(directory)
     manifest = read_manifest(files.revision)
@@ -180,7 +180,9 @@ def record(params: Params, directory: Path, evaluation: Evaluation) -> int:
                 f"{suite.rule_version}, which this code has. Run `dvc repro`."
             )
         items = tuple(ItemScore(row.item, row.score, row.answer) for row in rows)
-        emit_scores(params, manifest.base_digest, manifest.policy, digest or None, suite, items)
+        of = (params, manifest.base_digest, manifest.policy, digest or None, suite, items)
+        emit_scores(*of)
+        emit_estimates(*of)
     return 2 * len(prompts)
 
 

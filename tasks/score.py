@@ -133,7 +133,8 @@ def scores(
             except (ServiceError, ConfigError) as error:
                 refused.append(error)
                 continue
-            emit_scores(params, base, policy, digest, opened, items, seconds=time.monotonic() - started)
+            emit_scores(params, base, policy, digest, opened, items)
+            emit_estimates(params, base, policy, digest, opened, items, time.monotonic() - started)
         values, seconds = [item.score for item in items], time.monotonic() - started
         low, high = interval(values)
         yield Score(
@@ -311,12 +312,11 @@ def _completions(params: Params, model: str, key: str, batch: int, with_tokens: 
 
 def emit_scores(
     params: Params, base: str, policy: str, digest: str | None, suite: Suite, items: Sequence[ItemScore],
-    *, is_part: bool = False, seconds: float | None = None,
+    *, is_part: bool = False,
 ) -> None:  # fmt: skip
-    """Emit scores to the ledger through the spool, and what they say as estimates; idempotent.
+    """Emit scores to the ledger through the spool. Idempotent: a row's id derives from its content.
 
-    A row's id derives from its content. Of a part of the items, which were chosen, the scores are `readings`
-    and say nothing by themselves.
+    Of a part of the items, which were chosen, they are `readings`.
     """
     run = {} if is_part else {"run": _row_id(base, policy, digest, suite, "*")}
     asked = {item.id: item for item in suite.items}
@@ -340,10 +340,16 @@ def emit_scores(
                 segment=asked[item.item].segment or None,
                 **run,
             )
-    if not is_part:
-        row = _estimate(params, base, policy, digest, suite.name, suite.version, seconds)
-        segments = [asked[item.item].segment for item in items]
-        emit_means(params, row, [item.score for item in items], segments)
+
+
+def emit_estimates(
+    params: Params, base: str, policy: str, digest: str | None, suite: Suite, items: Sequence[ItemScore],
+    seconds: float | None = None,
+) -> None:  # fmt: skip
+    """Emit what the scores of all items say, of the suite and of its task; idempotent."""
+    row = _estimate(params, base, policy, digest, suite.name, suite.version, seconds)
+    segments = {item.id: item.segment for item in suite.items}
+    emit_means(params, row, [item.score for item in items], [segments[item.item] for item in items])
 
 
 def _row_id(base: str, policy: str, digest: str | None, suite: Suite, item: str) -> str:
