@@ -12,8 +12,10 @@ from engine.quality.estimate import interval, paired_difference
 from engine.settings.params import Params
 
 
-def emit_means(params: Params, row: Estimate, scores: Sequence[float], segments: Sequence[str]) -> None:
-    """Emit the mean of all items and of each segment, with what else `row` says; idempotent."""
+def emit_means(
+    params: Params, row: Estimate, scores: Sequence[float], segments: Sequence[str], run: str
+) -> None:
+    """Emit the mean of all items and of each segment, with what else `row` says; idempotent in `run`."""
     by_segment: dict[str | None, list[float]] = defaultdict(list)
     for score, segment in zip(scores, segments, strict=True):
         by_segment[None].append(score)
@@ -26,14 +28,17 @@ def emit_means(params: Params, row: Estimate, scores: Sequence[float], segments:
             for segment, values in by_segment.items()
             for estimate in _both(replace(row, segment=segment), values, interval(values))
         ],
+        run,
     )
 
 
-def emit_difference(params: Params, row: Estimate, mine: Sequence[float], theirs: Sequence[float]) -> None:
-    """Emit the difference of scores to those of `row.against` on the same items; idempotent."""
+def emit_difference(
+    params: Params, row: Estimate, mine: Sequence[float], theirs: Sequence[float], run: str
+) -> None:
+    """Emit the difference of scores to those of `row.against` on the same items; idempotent in `run`."""
     gains = [own - other for own, other in zip(mine, theirs, strict=True)]
     paired = paired_difference(mine, theirs)
-    _emit(params, list(_both(row, gains, (paired.low, paired.high))))
+    _emit(params, list(_both(row, gains, (paired.low, paired.high))), run)
 
 
 def _both(row: Estimate, values: Sequence[float], of_task: tuple[float, float]) -> Iterator[Estimate]:
@@ -44,7 +49,7 @@ def _both(row: Estimate, values: Sequence[float], of_task: tuple[float, float]) 
     yield replace(exact, target="task", low=min(mean, of_task[0]), high=max(mean, of_task[1]))
 
 
-def _emit(params: Params, estimates: list[Estimate]) -> None:
+def _emit(params: Params, estimates: list[Estimate], run: str) -> None:
     with closing(open_spool(params, "score")) as spool:
         for estimate in estimates:
-            emit_estimate(spool, estimate)
+            emit_estimate(spool, estimate, run)

@@ -23,8 +23,8 @@ from engine.ledger.ledger import open_ledger
 from engine.ledger.queries import known_outcomes
 from engine.ledger.sender import open_spool
 from engine.quality.regression import RegressionReading, Target
-from engine.settings.params import Params, content_hash
-from tasks.score import Score, ask_engine, emit_scores, on_base, score
+from engine.settings.params import DIGEST12, Params
+from tasks.score import Score, ask_engine, emit_scores, engine_hash, on_base, score
 from tasks.suites import Suite, load_suite
 
 # Items that are asked for at once: few, since each outcome helps to choose the next.
@@ -52,6 +52,12 @@ def champion_beside(params: Params, policy: str, digest: str) -> str | None:
     return champion if champion != digest and same_base else None
 
 
+def made_at(params: Params, policy: str, digest: str) -> float:
+    """Return when a revision was made, in epoch seconds."""
+    with open_catalog(params.paths) as catalog:
+        return catalog.revisions.get(policy, digest).created_at
+
+
 def score_champion(params: Params, policy: str, digest: str, suite: str, key: str) -> Score | None:
     """Score the champion that a release of `digest` has as its baseline on all items; None where it has none.
 
@@ -68,59 +74,64 @@ def score_part(
     baseline: Score,
     key: str,
     target: Target,
+    made_at: float,
     *,
     root: Path | None = None,
 ) -> PartScore:
     """Score `policy`'s revision `digest` on as many items as the score gate needs beside `baseline`.
 
-    `baseline` is the score of another revision or of the base on all items of the suite. Raises what
-    `tasks.score.score` raises.
+    `baseline` is the score of another revision or of the base on all items of the suite. What was scored
+    after `made_at` (epoch seconds), when the revision was made, predicts nothing: reading again reads the
+    same items, so that nobody can try until the gate opens. Raises what `tasks.score.score` raises.
     """
     started, root = time.monotonic(), root or params.suites_dir
     with EngineClient(params.url("engine")) as engine:
         marker = engine.marker()
     suite = on_base(params, load_suite(baseline.suite, root), str(marker["base"]), marker.get("text_digest"))
-    if (baseline.base, baseline.suite_version) != (marker["base"], suite.version):
+    scored, now = (baseline.base, baseline.suite_version), (str(marker["base"]), suite.version)
+    if scored != now:
         raise Conflict(
-            f"The baseline was scored on version {baseline.suite_version} of the suite {suite.name}, and "
-            f"{suite.version} is in force. Score both again."
+            f"The baseline was scored on version {scored[1]} of the suite {suite.name} with the base "
+            f"{scored[0][:DIGEST12]}; version {now[1]} and the base {now[0][:DIGEST12]} are in force. Score "
+            "both again."
         )
-    reading = _reading(params, policy, digest, suite, baseline, target)
+    run = f"{policy}@{digest}/{baseline.run}/{target}"
+    reading = _reading(params, run, policy, digest, suite, baseline, target, made_at)
     while chosen := reading.choose(AT_ONCE):
         answered, _ = next(ask_engine(params, [(policy, digest)], suite, key, root, chosen))()
-        scored = {one.item: one for one in answered}
-        items = [scored[suite.items[place].id] for place in chosen]
+        by_item = {one.item: one for one in answered}
+        items = [by_item[suite.items[place].id] for place in chosen]
         emit_scores(params, baseline.base, policy, digest, suite, items, is_part=True)
         reading.add([one.score for one in items])
     seconds = time.monotonic() - started
     own = Estimate(
         policy, digest, baseline.base, suite.name, suite.version, target, *reading.own, reading.items,
-        len(suite.items), seconds=seconds, config_hash=content_hash(params.engine),
+        len(suite.items), seconds=seconds, config_hash=engine_hash(params),
     )  # fmt: skip
     difference = replace(own, **reading.difference._asdict(), against=baseline.digest or BASE)
     with closing(open_spool(params, "score")) as spool:
         for estimate in (own, difference):
-            emit_estimate(spool, estimate)
+            emit_estimate(spool, estimate, run)
     return PartScore(own, difference, reading.has_fallen, seconds)
 
 
 def _reading(
-    params: Params, policy: str, digest: str, suite: Suite, baseline: Score, target: Target
-) -> RegressionReading:
+    params: Params, run: str, policy: str, digest: str, suite: Suite, baseline: Score, target: Target,
+    made_at: float,
+) -> RegressionReading:  # fmt: skip
     """Return the reading before its first item, with what earlier revisions tell."""
     earlier: Mapping[str | None, Mapping[str, float]] = {}
     with open_ledger(params.paths.ledger_snapshot) as ledger:
         # A snapshot of an earlier version has no readings.
         if has_estimates(ledger):
-            earlier = known_outcomes(ledger, baseline.base, policy, suite.name, suite.version)
+            earlier = known_outcomes(ledger, baseline.base, policy, suite.name, suite.version, made_at)
     siblings = [known for other, known in earlier.items() if other not in (digest, baseline.digest)]
     outcomes_HN = np.array([[known.get(item.id, np.nan) for item in suite.items] for known in siblings])
-    named = f"{baseline.base}/{policy}@{digest}/{baseline.digest}/{suite.name}/{suite.version}/{suite.digest}"
     return RegressionReading(
         target,
         np.array([one.score for one in baseline.items]),
         outcomes_HN.reshape(len(siblings), len(suite.items)),
         [item.segment for item in suite.items],
-        int.from_bytes(hashlib.sha256(named.encode()).digest()[:8]),
+        int.from_bytes(hashlib.sha256(run.encode()).digest()[:8]),
         params.release.score_margin,
     )

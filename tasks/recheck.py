@@ -11,7 +11,7 @@ from engine.ledger.looks import Made, looks
 from engine.settings.params import Params, content_hash
 from engine.version import code_version
 from tasks.release import controller
-from tasks.score import on_base, score
+from tasks.score import compare, engine_hash, on_base, score
 from tasks.suites import load_suite
 
 
@@ -38,8 +38,8 @@ def _score_if_due(params: Params, policy: str, pair: Pair, key: str) -> str:
     if why:
         # The same until these scores are in the ledger, and then never again.
         take = content_hash([made, max((look.at for look in seen), default=0.0)])
-        for digest in (champion.digest, pair.predecessor):
-            score(params, policy, digest, config.suite, key, take=take)
+        digests = (champion.digest, pair.predecessor)
+        compare(params, *(score(params, policy, one, config.suite, key, take=take) for one in digests))
     return why or ""
 
 
@@ -49,4 +49,4 @@ def _in_force(params: Params, suite: str) -> tuple[Made, int]:
     with EngineClient(params.url("engine")) as engine:
         marker = engine.marker()
     opened = on_base(params, opened, str(marker["base"]), marker.get("text_digest"))
-    return Made(opened.version, content_hash(params.engine), code_version()), len(opened.items)
+    return Made(opened.version, engine_hash(params), code_version()), len(opened.items)

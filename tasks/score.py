@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from math import log
+from math import isfinite, log
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -45,6 +45,8 @@ RECORDED = """
 TOGETHER = 8
 # Answers that a verifier judges again, to see whether it says the same.
 JUDGED_TWICE = 20
+# In the name of a scoring, for all of its items.
+ALL = "*"
 NAMES = uuid.UUID("6f1c1a52-6f0e-5b0e-9d4e-6d1a3f1b7c11")
 
 
@@ -63,7 +65,7 @@ class Score:
 
     `reused` is True when the ledger had every item and the engine was not asked. `verifier_errors` counts
     the answers on which the verifier failed; each scores 0. `held_out_loss` is the mean loss of the answers'
-    tokens (nats), where their likelihood is the score.
+    tokens (nats), where their likelihood is the score. `run` names the scoring.
     """
 
     policy: str
@@ -79,6 +81,7 @@ class Score:
     seconds: float
     verifier_errors: int = 0
     held_out_loss: float | None = None
+    run: str = ""
 
 
 def score(
@@ -126,20 +129,23 @@ def scores(
     missing = [one for one, items in zip(revisions, known, strict=True) if not items]
     asked, refused = ask_engine(params, missing, opened, key, root), []
     for (policy, digest), items in zip(revisions, known, strict=True):
-        errors = 0
+        errors, each_s = 0, None
         if not (reused := bool(items)):
             try:
                 items, errors = next(asked)()
+                emit_scores(params, base, policy, digest, opened, items)
             except (ServiceError, ConfigError) as error:
                 refused.append(error)
                 continue
-            emit_scores(params, base, policy, digest, opened, items)
-            emit_estimates(params, base, policy, digest, opened, items, time.monotonic() - started)
+            each_s = (time.monotonic() - started) / len(missing)
+        # Also of scores that are known: a run may have ended between the two.
+        emit_estimates(params, base, policy, digest, opened, items, each_s)
         values, seconds = [item.score for item in items], time.monotonic() - started
         low, high = interval(values)
+        run = _row_id(params, base, policy, digest, opened, ALL)
         yield Score(
             policy, digest, base, opened.name, opened.version, fmean(values), low, high, items, reused,
-            seconds, errors, _loss(opened, items),
+            seconds, errors, _loss(opened, items), run,
         )  # fmt: skip
     if refused:
         raise type(refused[0])(" ".join(dict.fromkeys(map(str, refused))))
@@ -149,7 +155,7 @@ def compare(params: Params, score: Score, other: Score) -> None:
     """Emit the difference of a revision's score to another's, or to the base's; idempotent."""
     row = _estimate(params, score.base, score.policy, score.digest, score.suite, score.suite_version)
     mine, theirs = ([item.score for item in each.items] for each in (score, other))
-    emit_difference(params, replace(row, against=other.digest or BASE), mine, theirs)
+    emit_difference(params, replace(row, against=other.digest or BASE), mine, theirs, score.run + other.run)
 
 
 def _estimate(
@@ -161,7 +167,7 @@ def _estimate(
     owner = policy if digest else None
     return Estimate(
         owner, digest, base, suite, version, "suite", mean=0.0, low=0.0, high=0.0, items=0, seconds=seconds,
-        config_hash=content_hash(params.engine),
+        config_hash=engine_hash(params),
     )  # fmt: skip
 
 
@@ -196,7 +202,7 @@ def recorded(
     """Return the ledger's rows for this content in the suite's order; empty unless every item has one."""
     if not params.paths.ledger_snapshot.is_file():
         return ()
-    wanted = {_row_id(base, policy, digest, suite, item.id): item.id for item in suite.items}
+    wanted = {_row_id(params, base, policy, digest, suite, item.id): item.id for item in suite.items}
     with open_snapshot(params.paths.ledger_snapshot) as connection:
         rows = connection.execute(RECORDED, [base, suite.name, digest]).fetchall()
     scores = {
@@ -253,7 +259,11 @@ def ask_engine(
             _refuse_unsteady(suite, items)
         return tuple(items), failed.total()
 
-    with ThreadPoolExecutor(workers) as pool:
+    if not is_read:
+        # Before the threads, so that they share one process of it.
+        verifier_of(json.dumps(dict(suite.rule)))
+    pool = ThreadPoolExecutor(workers)
+    try:
         waiting = []
         for policy, digest in revisions:
             # The engine serves a base from a directory under the directory's name.
@@ -261,6 +271,8 @@ def ask_engine(
             asked = _completions(params, model, key, max(2, batch), is_read)
             waiting.append(pool.submit(ask, model, asked, manager.load([suite.name])))
         yield from (one.result for one in waiting)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _refuse_unsteady(suite: Suite, items: Sequence[ItemScore]) -> None:
@@ -316,17 +328,22 @@ def emit_scores(
 ) -> None:  # fmt: skip
     """Emit scores to the ledger through the spool. Idempotent: a row's id derives from its content.
 
-    Of a part of the items, which were chosen, they are `readings`.
+    Of a part of the items, which were chosen, they are `readings`. Raises `ConfigError` for a score that is
+    no number; nothing is emitted then.
     """
-    run = {} if is_part else {"run": _row_id(base, policy, digest, suite, "*")}
+    run = {} if is_part else {"run": _row_id(params, base, policy, digest, suite, ALL)}
+    if no_number := [item.item for item in items if not isfinite(item.score)]:
+        raise ConfigError(
+            f"The score of the item {no_number[0]} of {suite.name} is no number. No item is recorded."
+        )
     asked = {item.id: item for item in suite.items}
     with closing(open_spool(params, "score")) as spool:
         for item in items:
             spool.emit(
                 "readings" if is_part else "scores",
-                id=_row_id(base, policy, digest, suite, item.item),
+                id=_row_id(params, base, policy, digest, suite, item.item),
                 code_version=code_version(),
-                config_hash=content_hash(params.engine),
+                config_hash=engine_hash(params),
                 policy=policy if digest else None,
                 digest=digest,
                 base=base,
@@ -349,10 +366,17 @@ def emit_estimates(
     """Emit what the scores of all items say, of the suite and of its task; idempotent."""
     row = _estimate(params, base, policy, digest, suite.name, suite.version, seconds)
     segments = {item.id: item.segment for item in suite.items}
-    emit_means(params, row, [item.score for item in items], [segments[item.item] for item in items])
+    scores, run = [item.score for item in items], _row_id(params, base, policy, digest, suite, ALL)
+    emit_means(params, row, scores, [segments[item.item] for item in items], run)
 
 
-def _row_id(base: str, policy: str, digest: str | None, suite: Suite, item: str) -> str:
+def engine_hash(params: Params) -> str:
+    """Return the hash of the engine's settings that answers may depend on: scores of others are not mixed."""
+    return content_hash(params.engine.answering())
+
+
+def _row_id(params: Params, base: str, policy: str, digest: str | None, suite: Suite, item: str) -> str:
     # The base's rows name no policy: all policies with the same suite share them.
     subject = f"{policy}@{digest}" if digest else "base"
-    return str(uuid.uuid5(NAMES, f"{base}/{subject}/{suite.name}/{suite.version}/{suite.digest}/{item}"))
+    made = f"{suite.name}/{suite.version}/{suite.digest}/{engine_hash(params)}"
+    return str(uuid.uuid5(NAMES, f"{base}/{subject}/{made}/{item}"))

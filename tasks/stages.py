@@ -92,7 +92,7 @@ def engine_version(params: Params) -> dict[str, Any]:
     from engine.publishing.importing import serving_dtype
 
     versions = {name: version(name) for name in ("graftwork", "torch", "transformers")}
-    settings = params.engine.model_dump(mode="json", exclude={*ServiceConfig.model_fields, "start_timeout_s"})
+    settings = params.engine.answering()
     settings["dtype"] = serving_dtype(params)
     versions |= {"vllm": vllm_version()}
     return {"settings": settings, "versions": versions, "environment": {VARIABLE: mkl_cbwr()}}

@@ -128,7 +128,8 @@ def score_part(
     """Score a revision on as many items as show whether it has fallen below its baseline."""
     from tasks import part_score as plain
 
-    return plain.score_part(params, policy, digest, baseline, key, target)
+    made_at = plain.made_at(params, policy, digest)
+    return plain.score_part(params, policy, digest, baseline, key, target, made_at)
 
 
 @task(name="score kept", task_run_name="score what {policy} keeps", cache_policy=NO_CACHE)
@@ -138,7 +139,9 @@ def score_kept(params: Params, policy: str, digest: str, suite: str, key: str) -
     from tasks.part_score import champion_beside
 
     wanted = dict.fromkeys((None, champion_beside(params, policy, digest), digest))
-    list(plain.scores(params, [(policy, one) for one in wanted], suite, key))
+    *others, revision = plain.scores(params, [(policy, one) for one in wanted], suite, key)
+    for other in others:
+        plain.compare(params, revision, other)
 
 
 @task(name="recheck", task_run_name="recheck {policy}", cache_policy=NO_CACHE)

@@ -112,7 +112,7 @@ def _quality(params: Params, facts: VersionFacts) -> str:
     if not lines:
         return ""
     cells = [list(lines[0]), ["---"] * len(lines[0]), *(list(line.values()) for line in lines)]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in cells)
+    table = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in cells)
     return f"### Quality\n\n{table}\n\n{said}"
 
 

@@ -116,7 +116,7 @@ class EvidenceReader:
             return None
         mine, theirs = _common_scores(ledger, base, release, suite, release.baseline)
         if not mine:
-            return _part_score(ledger, base, release, suite, verifier)
+            return _part_score(ledger, base, release, suite, verifier, config.get("score_reads", "all"))
         low = paired_difference(mine, theirs).low
         return OfflineScore(len(mine), fmean(mine), fmean(theirs), low, verifier)
 
@@ -202,14 +202,17 @@ def _common_scores(
 
 
 def _part_score(
-    ledger: Ledger, base: str, release: Release, suite: str, verifier: str
+    ledger: Ledger, base: str, release: Release, suite: str, verifier: str, target: str
 ) -> OfflineScore | None:
-    """Return what a part of the suite's items showed last, beside the baseline's scores on all of them."""
+    """Return what a part of the suite's items showed last, beside the baseline's scores on all of them.
+
+    Only where the policy is scored so, by the `target` that it names.
+    """
     against = release.baseline or BASE
     found = [
         one
         for one in newest_estimates(ledger.connection, base, release.policy, suite)
-        if one.digest == release.revision and one.against == against and one.segment is None
+        if (one.digest, one.against, one.segment, one.target) == (release.revision, against, None, target)
     ]
     if not found:
         return None

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from engine.quality.regression import Target
+from engine.quality.term_sequence import ROUNDING
 from engine.settings.own_functions import LIKELIHOODS
 
 
@@ -33,7 +34,7 @@ class OfflineScore:
         """
         may = f"{self.change}, and may have fallen by {-self.low:.3f}"
         if self.part_of:
-            return None if self.low > -margin else f"{may}; {margin:g} is too much."
+            return None if self.low > -margin + ROUNDING else f"{may}; {margin:g} is too much."
         if decides and self.low < -margin:
             return f"{may}. Without feedback it decides, and {margin:g} is allowed: score more items."
         if self.revision - self.baseline < -margin:

@@ -15,12 +15,14 @@ NAMES = uuid.UUID("3c0b6b0e-6b0f-5c38-9d55-0c6f8f6f2a11")
 # What a difference is `against` where that is the base itself.
 BASE = "base"
 # What an estimate has cost and when it was made say nothing of its content.
-NOT_OF_CONTENT = ("at", "tokens", "seconds")
-# The newest of each series: all columns from `policy` to `against` are equal in one.
+NOT_OF_CONTENT = ("at", "seconds")
+# The newest of each series, of readings of all items before those of a part: all columns from `policy` to
+# `against` are equal in one.
 NEWEST = """
     SELECT * FROM estimates WHERE suite = $suite AND base = $base AND (policy = $policy OR digest IS NULL)
     QUALIFY row_number() OVER (
-        PARTITION BY digest, suite_version, config_hash, segment, target, against ORDER BY "at" DESC
+        PARTITION BY digest, suite_version, config_hash, segment, target, against
+        ORDER BY items IS NOT DISTINCT FROM available DESC, "at" DESC
     ) = 1
 """
 CALIBRATION = """
@@ -35,7 +37,7 @@ class Estimate:
 
     `target` is `suite` or `task`, `against` a digest or `base`, None for a mean; `segment` is None for all
     items. A `digest` of None is the base, which names no policy. `config_hash` is of the engine's settings,
-    `tokens` and `seconds` are what reading the `items` of `available` has cost so far.
+    `seconds` are what reading the `items` of `available` took.
     """
 
     policy: str | None
@@ -52,20 +54,20 @@ class Estimate:
     segment: str | None = None
     against: str | None = None
     level: float = 0.95
-    tokens: int | None = None
     seconds: float | None = None
     config_hash: str | None = None
     at: float | None = None
 
 
-def emit_estimate(spool: Spool, estimate: Estimate) -> str:
-    """Hand an estimate to the ledger and return its id, which derives from its content.
+def emit_estimate(spool: Spool, estimate: Estimate, run: str = "") -> str:
+    """Hand an estimate to the ledger and return its id, which derives from its content and from `run`.
 
-    Raises `ConfigError` where a figure is not finite.
+    That names the scoring that it came from: the same figures by a later one are a newer estimate. Raises
+    `ConfigError` where a figure is not finite.
     """
     row = {name: value for name, value in asdict(estimate).items() if value is not None}
     content = {name: value for name, value in row.items() if name not in NOT_OF_CONTENT}
-    name = uuid.uuid5(NAMES, repr(sorted(content.items())))
+    name = uuid.uuid5(NAMES, run + repr(sorted(content.items())))
     return spool.emit("estimates", id=str(name), code_version=code_version(), **row)
 
 

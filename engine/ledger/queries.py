@@ -23,10 +23,11 @@ OUTCOMES = """
     WITH known AS (
         SELECT digest, item, score, "at" FROM scores
         WHERE base = $base AND suite = $suite AND suite_version = $version
-            AND (digest IS NULL OR policy = $policy) AND score IS NOT NULL
+            AND (digest IS NULL OR policy = $policy) AND score IS NOT NULL AND "at" < $before
         UNION ALL
         SELECT digest, item, score, "at" FROM readings
         WHERE base = $base AND suite = $suite AND suite_version = $version AND policy = $policy
+            AND "at" < $before
     )
     SELECT digest, map_from_entries(list((item, score))) FROM (
         SELECT digest, item, arg_max(score, "at") AS score, max("at") AS "at" FROM known GROUP BY digest, item
@@ -119,13 +120,21 @@ def latest_scores(
 
 
 def known_outcomes(
-    ledger: duckdb.DuckDBPyConnection, base: str, policy: str, suite: str, version: str, most: int = 20
+    ledger: duckdb.DuckDBPyConnection,
+    base: str,
+    policy: str,
+    suite: str,
+    version: str,
+    before: float,
+    most: int = 20,
 ) -> dict[str | None, dict[str, float]]:
     """Return the outcomes of a policy's newest revisions and of the base (None) on a suite, by item.
 
-    They are all items of a revision, or those that were chosen to be read.
+    They are all items of a revision, or those that were chosen to be read, `before` a time (epoch seconds).
     """
-    named = {"base": base, "policy": policy, "suite": suite, "version": version, "most": most}
+    named = {
+        "base": base, "policy": policy, "suite": suite, "version": version, "before": before, "most": most
+    }  # fmt: skip
     return dict(ledger.execute(OUTCOMES, named).fetchall())
 
 

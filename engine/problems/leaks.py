@@ -15,6 +15,9 @@ LENGTH = 5
 # The similarity of Lee et al. (2022, https://arxiv.org/abs/2107.06499), there of 5-grams of tokens. A typo
 # in 45 characters is nearly the same, and another word in fewer than 80 is not.
 NEAR = 0.8
+# Shingles that two near questions may differ in, on both sides together: a typo has 10, a short word a few
+# more. In a long text with a passage in front, a fifth is another question.
+MOST_DIFFERENT = 20
 # A shingle of more frozen items belongs to their template.
 TEMPLATE = 2
 
@@ -37,7 +40,8 @@ def refuse_leaks(training: Iterable[QuestionLine], frozen: Iterable[QuestionLine
 
     Both have the same answer, and a near one the same numbers in the same order: `2 + 3` and `2 + 4` are
     different. The Jaccard similarity of its 5-grams is at least `NEAR`, with those of a template that frozen
-    items share and without: two fillings of a long template are different, too.
+    items share and without: two fillings of a long template are different, too. No more than
+    `MOST_DIFFERENT` of them differ.
     """
     index = _Index(frozen)
     found = [(line, item) for line in training if (item := index.find(line))]
@@ -90,6 +94,7 @@ class _Index:
 
     def _is_near(self, shingles: set[str], number: int) -> bool:
         is_near = _jaccard(shingles, self._shingles[number]) >= NEAR
+        is_near = is_near and len(shingles ^ self._shingles[number]) <= MOST_DIFFERENT
         return is_near and _jaccard(shingles - self._template, self._own[number]) >= NEAR
 
 

@@ -27,6 +27,9 @@ UNIFORM = 0.3
 # Of the task's items, the share that is read; and how far a term of its mean may lie outside [0, 1]: a wider
 # range leaves out more of what is certain, and forbids large bets.
 READ_SHARE, BEYOND = 0.5, 1.5
+# The deviation of an outcome at which an item is read with the probability `share`: a constant, since what is
+# known of later items may not decide what is drawn before them.
+TYPICAL_DEVIATION = 0.3
 # The variance of the task's terms before any is seen: that of an outcome as likely right as wrong.
 FIRST_VARIANCE = 0.25
 
@@ -91,9 +94,9 @@ class SuiteReading:
 class TaskReading:
     """Which items of a suite to read, and intervals of the task's mean that the items are a sample of.
 
-    Items pass in a random order, and each is read with a probability of its own, so many on average as
-    `share` says. `against_N` are another revision's outcomes on the same items; `limits` are differences to
-    it that its interval tests exactly.
+    Items pass in a random order, and each is read with a probability of its own, about `share` on average; a
+    share of 1 reads all that pass. `against_N` are another revision's outcomes on the same items; `limits`
+    are differences to it that its interval tests exactly.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class TaskReading:
         share: float = READ_SHARE, limits: Sequence[float] = (),
     ):  # fmt: skip
         self._predictor, self._share = predictor, share
+        self._beyond = BEYOND if share < 1 else 0.0
         self._random = np.random.default_rng(seed)
         self._against_N = against_N
         self._own, self._difference = TermSequence(alpha, 0.0, 1.0), TermSequence(alpha, -1.0, 1.0, limits)
@@ -134,9 +138,9 @@ class TaskReading:
                 value += (outcome - value) / probability
                 self._predictor.add(item, outcome)
                 self.items += 1
-            self._own.add(value, -BEYOND, 1 + BEYOND, FIRST_VARIANCE)
+            self._own.add(value, -self._beyond, 1 + self._beyond, FIRST_VARIANCE)
             gained = value - float(self._against_N[item])
-            self._difference.add(gained, -1 - BEYOND, 1 + BEYOND, FIRST_VARIANCE)
+            self._difference.add(gained, -1 - self._beyond, 1 + self._beyond, FIRST_VARIANCE)
         self._passing.clear()
         self._predicted_N = self._predictor.predicted()
 
@@ -152,8 +156,10 @@ class TaskReading:
 
     def _probabilities(self) -> Array:
         """Return with which probability each item is read: the larger, the less certain its outcome is."""
+        if self._share >= 1:
+            return np.ones(len(self._predicted_N))
         deviation_N = np.sqrt(self._predicted_N * (1 - self._predicted_N))
-        mixed_N = UNIFORM + (1 - UNIFORM) * deviation_N / deviation_N.mean()
+        mixed_N = UNIFORM + (1 - UNIFORM) * deviation_N / TYPICAL_DEVIATION
         worst_N = np.maximum(self._predicted_N, 1 - self._predicted_N)
         probability_N: Array = np.clip(self._share * mixed_N, worst_N / (worst_N + BEYOND), 1.0)
         return probability_N

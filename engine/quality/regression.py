@@ -1,8 +1,10 @@
 """Reads a suite until it is known whether a revision is worse than its baseline by a margin.
 
 Two answers end the reading: the difference is shown to be above -margin (it has not fallen so far), or below
-0 (it is worse). A fall of the margin or more is passed, and an equal revision is held, each with probability
-at most alpha / 2; between the two, either may come. Whoever has read all items decides by what is then known.
+0 (it is worse). A fall of the margin or more is passed with probability at most alpha / 2. On the suite an
+equal revision is held with probability at most alpha / 2, since reading all items answers every question; of
+the task, a revision is also held where the items run out before an answer. Between the margin and 0 either
+answer may come.
 """
 
 from collections.abc import Sequence
@@ -34,12 +36,14 @@ class RegressionReading:
         self.margin = margin
         predictor = OutcomePredictor(baseline_N, siblings_HN, segments)
         self._baseline = float(baseline_N.mean())
-        limits = (self._baseline - margin, self._baseline)
+        # To reject a limit is to be above it: what is above -margin by twice the rounding has not fallen so
+        # far.
+        limits = (2 * ROUNDING - margin, -2 * ROUNDING)
         self._reading: SuiteReading | TaskReading = (
-            SuiteReading(predictor, seed, alpha, limits)
+            SuiteReading(predictor, seed, alpha, [self._baseline + limit for limit in limits])
             if target == "suite"
-            # Its interval never vanishes, so that a share of the items may be too few to answer.
-            else TaskReading(predictor, baseline_N, seed, alpha, share=1.0, limits=(-margin, 0.0))
+            # Its interval never vanishes: all items are often too few, and no share of them is left out.
+            else TaskReading(predictor, baseline_N, seed, alpha, share=1.0, limits=limits)
         )
 
     @property

@@ -47,7 +47,12 @@ def flipped_items(ledger: duckdb.DuckDBPyConnection, suite: str, revision: Revis
         return {row["item"]: row for row in named_rows(ledger.execute(ROWS, named))}
 
     mine, theirs = answered(revision.digest), answered(against)
-    pairs = [_pair(mine[item], theirs[item]) for item in sorted(mine.keys() & theirs.keys())]
+    pairs = [
+        _pair(mine[item], theirs[item])
+        for item in sorted(mine.keys() & theirs.keys())
+        # Answers by other settings of the engine are no flips of the revision's.
+        if mine[item]["config_hash"] == theirs[item]["config_hash"]
+    ]
     pairs.sort(key=lambda one: -abs(one["score"] - one["other_score"]))
     won = [one for one in pairs if one["score"] > one["other_score"]]
     lost = [one for one in pairs if one["score"] < one["other_score"]]

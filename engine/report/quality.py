@@ -113,11 +113,11 @@ class _KnownQuality:
 
     def mean(self, digest: str | None, made: Made, segment: str | None) -> Estimate | None:
         """Return a revision's mean, that of the task where both targets are known."""
-        if stored := self._stored(digest, made, segment, None):
-            return stored
+        stored = self._stored(digest, made, segment, None)
         scores = list(self._scores(digest, made, segment).values())
-        if not scores:
-            return None
+        # What came from an earlier version's ledger has an approximate interval.
+        if (stored and stored.available) or not scores:
+            return stored
         return self._estimate(digest, made, segment, (fmean(scores), *interval(scores)), len(scores))
 
     def difference(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
@@ -138,6 +138,10 @@ def _is_loopback(host: str) -> bool:
 
 class EngineConfig(ServiceConfig):
     """The engine: vLLM's server with Graftwork's plugin and gateway."""
+
+    def answering(self) -> dict[str, Any]:
+        """Return the settings that answers may depend on: all but where it listens and how long it starts."""
+        return self.model_dump(mode="json", exclude={*ServiceConfig.model_fields, "start_timeout_s"})
 
     port: Port = 8460
     slots: int | None = Field(

@@ -15,7 +15,7 @@ from engine.settings.policies import PolicyConfig
 # Settings that may change within one line of training.
 NOT_OF_A_LINE = {
     "steps", "suite", "scheduled", "max_age_s", "drift_after_s", "owner", "collapse", "general",
-    "recheck", "recheck_after_s",
+    "recheck", "recheck_after_s", "keeps", "score_reads",
 }  # fmt: skip
 
 

@@ -88,21 +88,24 @@ def _read_parts(
     as_json: bool,
 ) -> None:
     """Score each revision on a part of its suite beside its champion, else beside the base."""
-    from flows.display import print_rows
-    from tasks.part_score import PartScore, score_champion, score_part
+    from flows.display import print_row
+    from tasks.part_score import made_at, score_champion, score_part
     from tasks.score import score as score_all
 
-    parts = list[PartScore]()
-    for suite, together in suites.items():
-        for policy, digest in together:
-            if not digest:
-                raise ConfigError(f"Give POLICY@DIGEST with --reads: {policy!r} alone is the base.")
-            champion = score_champion(settings, policy, digest, suite, key)
-            baseline = champion or score_all(settings, policy, None, suite, key)
-            parts.append(score_part(settings, policy, digest, baseline, key, target))
+    named = [(suite, policy, digest) for suite, together in suites.items() for policy, digest in together]
+    if bases := [policy for _, policy, digest in named if not digest]:
+        raise ConfigError(f"Give POLICY@DIGEST with --reads: {bases[0]!r} alone is the base.")
+    rows = list[dict[str, Any]]()
+    for suite, policy, digest in named:
+        champion = score_champion(settings, policy, str(digest), suite, key)
+        baseline = champion or score_all(settings, policy, None, suite, key)
+        made = made_at(settings, policy, str(digest))
+        part = score_part(settings, policy, str(digest), baseline, key, target, made)
+        rows.append(part_json(part))
+        if not as_json:
+            print_row(part_row(part))
     if as_json:
-        return print_json([part_json(part) for part in parts])
-    print_rows([part_row(part) for part in parts])
+        print_json(rows if len(rows) > 1 else rows[0])
 
 
 def _general(settings: Params, policy: str, digest: str | None, key: str) -> "list[Perplexity]":

@@ -33,7 +33,7 @@ FILL = {
             CASE kind WHEN 4 THEN {PARENT} END AS against,
             hash(number, kind) % 1000 / 1000 - (kind > 3)::INT / 2 AS mean,
             mean - 0.2 AS low, mean + CASE kind WHEN 2 THEN 0 ELSE 0.2 END AS high, 0.95 AS level,
-            CASE kind WHEN 0 THEN 5 ELSE 10 END AS items, 10 AS available, 900 + kind AS tokens,
+            CASE kind WHEN 0 THEN 5 ELSE 10 END AS items, 10 AS available,
             0.5 AS seconds
         FROM range($revisions) revisions(number), range(5) kinds(kind)
         WHERE kind > 0 OR number // {POLICIES} % 10 = 0 ORDER BY number, kind

@@ -148,6 +148,18 @@ def test_restore_puts_the_previous_champion_back(people: Operated, other: str) -
     assert people.answered_by(POLICY) == before
 
 
+def test_a_part_of_the_suite_is_read_beside_the_champion(people: Operated, other: str) -> None:
+    champion = people.answered_by(POLICY)
+    read = people.command("score", served_name(POLICY, other), "--reads", "suite", "--json")
+    assert read.returncode == 0, read.stderr
+    part = json.loads(read.stdout)
+    assert served_name(POLICY, part["difference"]["against"]) == champion
+    assert 0 < part["own"]["items"] <= part["own"]["available"]
+    assert part["own"]["low"] <= part["own"]["mean"] <= part["own"]["high"]
+    alone = people.command("score", POLICY, "--reads", "suite")
+    assert (alone.returncode, "POLICY@DIGEST" in alone.stderr) == (1, True)
+
+
 def test_frozen_pointers_move_only_for_rollbacks(people: Operated, other: str) -> None:
     first = people.answered_by(POLICY)
     promote_other(people, other)

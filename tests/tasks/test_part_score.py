@@ -19,6 +19,8 @@ from tasks.suites import build_suite, load_suite
 from tests.helpers.json_server import JsonAnswers
 
 BASE, PARENT, CHILD, KEY = "b" * 64, "c" * 64, "d" * 64, "gw-" + "0" * 40
+# After whatever the tests score.
+MADE = 1e12
 Answer = Callable[[str, str], str]
 
 
@@ -74,7 +76,7 @@ def params(tmp_path: Path, engine: Engine, suites: Path) -> Params:
 
 
 def part(params: Params, target: str = "suite") -> PartScore:
-    return score_part(params, "p", CHILD, score(params, "p", PARENT, "sums", KEY), KEY, target)
+    return score_part(params, "p", CHILD, score(params, "p", PARENT, "sums", KEY), KEY, target, MADE)
 
 
 def ingest(params: Params) -> None:
@@ -124,4 +126,4 @@ def test_what_was_read_is_no_score_and_the_estimates_are_kept_once(params: Param
 def test_a_baseline_of_another_version_is_refused(params: Params) -> None:
     baseline = replace(score(params, "p", None, "sums", KEY), suite_version="2")
     with pytest.raises(Conflict, match="version 2"):
-        score_part(params, "p", CHILD, baseline, KEY, "suite")
+        score_part(params, "p", CHILD, baseline, KEY, "suite", MADE)

@@ -5,12 +5,12 @@ ALTER TABLE scores ADD COLUMN segment VARCHAR;
 -- revision `against` on the same items (`base` is the base itself; NULL: no difference but the mean), with the interval
 -- of level `level`. `target` is what the interval is of: `suite`, the suite's own items, which a full read knows
 -- exactly, or `task`, of which the items are a sample. `items` of the suite's `available` were read; `segment` is NULL
--- for all of them. `tokens` and `seconds` are what the reading cost. A `digest` of NULL is the base.
+-- for all of them. `seconds` are what the reading took. A `digest` of NULL is the base.
 CREATE TABLE estimates (
     id VARCHAR PRIMARY KEY, "at" DOUBLE NOT NULL, code_version VARCHAR, config_hash VARCHAR,
     policy VARCHAR, digest VARCHAR, base VARCHAR, suite VARCHAR, suite_version VARCHAR, segment VARCHAR,
     target VARCHAR, against VARCHAR, mean DOUBLE, low DOUBLE, high DOUBLE, level DOUBLE,
-    items INTEGER, available INTEGER, tokens BIGINT, seconds DOUBLE
+    items INTEGER, available INTEGER, seconds DOUBLE
 );
 
 -- Items that were chosen to be read because their outcome was the most telling: their mean is not the suite's, so they

@@ -24,15 +24,16 @@ FROM (
     FROM newest
 );
 
--- The newest of what is known, one row for each revision, base, suite, version of the suite, settings of the engine
--- (`config_hash`), segment (NULL: all items) and target. The base's rows have no policy and no digest.
+-- The newest of what is known, of all items before a part of them: one row for each revision, base, suite, version of
+-- the suite, settings of the engine (`config_hash`), segment (NULL: all items) and target. The base's rows have no
+-- policy and no digest.
 CREATE VIEW quality AS
-SELECT policy, digest, base, suite, suite_version, config_hash, segment, target, unnest(newest), "at"
+SELECT policy, digest, base, suite, suite_version, config_hash, segment, target, unnest(newest)
 FROM (
-    SELECT policy, digest, base, suite, suite_version, config_hash, segment, target, max("at") AS "at", arg_max({
+    SELECT policy, digest, base, suite, suite_version, config_hash, segment, target, arg_max({
         'mean': mean, 'low': low, 'high': high, 'level': level, 'items': items, 'available': available,
-        'tokens': tokens, 'seconds': seconds
-    }, "at") AS newest
+        'seconds': seconds, 'at': "at"
+    }, CASE WHEN items < available THEN "at" - 1e12 ELSE "at" END) AS newest
     FROM estimates WHERE against IS NULL GROUP BY ALL
 );
 
@@ -47,26 +48,23 @@ FROM (
     FROM estimates WHERE against IS NOT NULL GROUP BY ALL
 ) WHERE newest.high < 0;
 
--- What a revision's training and scoring cost, its gain over the base on the same version of the suite, and the cost of
--- one point (a hundredth) of it, NULL without a gain.
+-- What a revision's training cost, its gain over its parent (the base where it has none) on the same version of the
+-- suite, and the cost of one point (a hundredth) of it, NULL without a gain.
 CREATE VIEW cost_per_point AS
 WITH known AS NOT MATERIALIZED (
     -- Of both targets the mean is the same.
-    SELECT policy, digest, base, suite, suite_version, config_hash, max("at") AS "at",
-        arg_max({'mean': mean, 'tokens': tokens, 'seconds': seconds}, "at") AS newest
+    SELECT policy, digest, base, suite, suite_version, config_hash, max("at") AS "at", arg_max(mean, "at") AS mean
     FROM estimates WHERE against IS NULL AND segment IS NULL GROUP BY ALL
 )
-SELECT mine.policy, mine.digest, mine.base, mine.suite, mine.suite_version, mine.config_hash,
-    revisions.tokens AS training_tokens, revisions.seconds AS training_s,
-    mine.newest.tokens AS scoring_tokens, mine.newest.seconds AS scoring_s,
-    mine.newest.mean - theirs.newest.mean AS gain,
-    CASE WHEN gain > 0 THEN (training_tokens + coalesce(scoring_tokens, 0)) / (100 * gain) END AS tokens_per_point,
-    CASE WHEN gain > 0 THEN (training_s + coalesce(scoring_s, 0)) / (100 * gain) END AS seconds_per_point,
-    mine."at"
+SELECT mine.policy, mine.digest, revisions.parent, mine.base, mine.suite, mine.suite_version, mine.config_hash,
+    revisions.tokens AS training_tokens, revisions.seconds AS training_s, mine.mean - theirs.mean AS gain,
+    CASE WHEN gain > 0 THEN training_tokens / (100 * gain) END AS tokens_per_point,
+    CASE WHEN gain > 0 THEN training_s / (100 * gain) END AS seconds_per_point, mine."at"
 FROM known mine
-LEFT JOIN known theirs ON theirs.digest IS NULL AND theirs.base = mine.base AND theirs.suite = mine.suite
-    AND theirs.suite_version = mine.suite_version AND theirs.config_hash IS NOT DISTINCT FROM mine.config_hash
 LEFT JOIN revisions ON revisions.policy = mine.policy AND revisions.digest = mine.digest
+LEFT JOIN known theirs ON coalesce(theirs.digest, '') = coalesce(revisions.parent, '') AND theirs.base = mine.base
+    AND theirs.suite = mine.suite AND theirs.suite_version = mine.suite_version
+    AND theirs.config_hash IS NOT DISTINCT FROM mine.config_hash
 WHERE mine.digest IS NOT NULL;
 
 -- How often our intervals were right: of those that a part of a suite's items gave of a policy's revisions, the share

@@ -323,13 +323,16 @@ def test_the_offline_score_is_paired_by_item(controller: Controller, users: User
     assert controller.catalog.routes.get("sorting").canary is None
 
 
-@pytest.mark.parametrize(("low", "against", "state"), [
-    (-0.04, OLD, "running"), (-0.06, OLD, "held"), (-0.04, THIRD, "held")
+@pytest.mark.parametrize(("low", "against", "reads", "state"), [
+    (-0.04, OLD, "suite", "running"), (-0.06, OLD, "suite", "held"), (-0.04, THIRD, "suite", "held"),
+    (-0.04, OLD, "task", "held"), (-0.04, OLD, "all", "held"),
 ])  # fmt: skip
 def test_the_score_gate_judges_a_part_of_the_items_by_its_estimate(
-    controller: Controller, users: Users, low: float, against: str, state: str
+    controller: Controller, users: Users, low: float, against: str, reads: str, state: str
 ) -> None:
-    """An estimate against another revision than the release's baseline says nothing here."""
+    """An estimate against another revision, or of what the policy is not scored by, says nothing here."""
+    policy = controller.catalog.policies.get("sorting")
+    controller.catalog.policies.add(replace(policy, config={**policy.config, "score_reads": reads}))
     of = {"policy": "sorting", "base": "base", "suite": "sorting-json", "suite_version": "1"}
     for number in range(4):
         users.spool.emit("scores", **of, digest=OLD, item=str(number), score=number % 2)
@@ -341,7 +344,7 @@ def test_the_score_gate_judges_a_part_of_the_items_by_its_estimate(
     controller.tick()
     found = controller.catalog.releases.get(release.id)
     assert found.state == state
-    if (against, state) == (OLD, "held"):
+    if low == -0.06:
         score = {"items": 3, "revision": 0.5, "baseline": 0.5, "low": low, "verifier": "", "part_of": "suite"}
         assert found.evidence["score"] == score
 
