@@ -114,8 +114,26 @@ class UniformPairs:
         return self._sequence.interval.width
 
 
+class IndependentItems:
+    """Plain reading: independent random items for each of the two, as a sample of the task."""
+
+    def __init__(self, suite: Drawn, seed: int, alpha: float = 0.05):
+        self._random, self._sides = np.random.default_rng(seed), (suite.own_N, suite.parent_N)
+        self._sequence = TermSequence(alpha, -1.0, 1.0)
+
+    def read(self) -> None:
+        """Read one item more of each."""
+        own, parent = (float(side_N[self._random.integers(len(side_N))]) for side_N in self._sides)
+        self._sequence.add(own - parent, -1.0, 1.0, 0.4)
+
+    @property
+    def width(self) -> float:
+        """Return the width of the interval."""
+        return self._sequence.interval.width
+
+
 class UniformUnpaired:
-    """Plain reading: random items for each of the two, which are not the same ones."""
+    """Plain reading without replacement: random items for each of the two, which are not the same ones."""
 
     def __init__(self, suite: Drawn, seed: int, alpha: float = 0.05):
         random, self._sides = np.random.default_rng(seed), (suite.own_N, suite.parent_N)
@@ -142,7 +160,7 @@ class UniformUnpaired:
         return self._sequence.interval.width
 
 
-def items_for(reading: UniformPairs | UniformUnpaired, width: float, most: int) -> int:
+def items_for(reading: UniformPairs | UniformUnpaired | IndependentItems, width: float, most: int) -> int:
     """Return after how many items a reading's interval is so narrow; `most` where it never is."""
     for count in range(1, most + 1):
         reading.read()

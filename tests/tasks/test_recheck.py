@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,14 @@ class Installation:
         rule = {"verifier": "numeric"}
         freeze("sorting-json", "own", rule, problems, "<{}>".format, version, 8, self.params.suites_dir)
 
-    def answer(self, _p: Params, _policy: str, digest: str | None, suite: Any, *_: Any) -> tuple[Any, ...]:
-        self.asked.append(digest)
-        right = self.right[digest]
-        return tuple(ItemScore(one.id, float(n < right), "?") for n, one in enumerate(suite.items))
+    def answers(
+        self, _p: Params, revisions: Any, suite: Any, *_: Any
+    ) -> Iterator[Callable[[], tuple[tuple[ItemScore, ...], int]]]:
+        for _, digest in revisions:
+            self.asked.append(digest)
+            right = self.right[digest]
+            items = [ItemScore(one.id, float(n < right), "?") for n, one in enumerate(suite.items)]
+            yield partial(lambda items: (tuple(items), 0), items)
 
     def recheck(self) -> dict[str, str]:
         return steps.recheck(self.params, "sorting", "", "nightly")
@@ -126,7 +131,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         one.write_suite(1)
         monkeypatch.setattr(steps, "controller", lambda _: nullcontext(client))
         monkeypatch.setattr(EngineClient, "marker", lambda _: BASE)
-        monkeypatch.setattr("tasks.score._ask_engine", one.answer)
+        monkeypatch.setattr("tasks.score.ask_engine", one.answers)
         turning = background(controller.run)
         stops.extend((controller.stop, lambda: turning.result(30), controller.close))
         return one
