@@ -99,7 +99,7 @@ def read_plain(suite: Drawn, seed: int, read: int) -> dict[str, float]:
 
 
 def read_adaptive(suite: Drawn, seed: int, read: int, cell: str) -> dict[str, float]:
-    """Read so many items, paired with the parent: what holds, and the items that others need for the width."""
+    """Read so many items, paired: what holds, and the items that others need for the same width."""
     of_suite = SuiteReading(suite.predictor(), seed)
     for _ in steps(of_suite, suite.own_N, read):
         pass
