@@ -27,7 +27,8 @@ TRIES = 20_000
 class Drawn:
     """A suite of a line's items, and the outcomes of a revision, its parent and those before.
 
-    `truth` is the difference to the parent on the task, `own_truth` the revision's mean there.
+    `truth` is the difference to the parent on the task, `own_truth` the revision's mean there; the parent of
+    a first revision is the base.
     """
 
     own_N: Array
@@ -36,6 +37,7 @@ class Drawn:
     segments: tuple[str, ...]
     truth: float
     own_truth: float
+    is_first: bool
 
     @property
     def difference(self) -> float:
@@ -73,7 +75,15 @@ def draw(
     outcomes_RN = line.outcomes_RN[:, at_N].astype(float)
     own, other = line.outcomes_RN[[revision, parent]].mean(axis=1)
     segments = tuple(str(kind) for kind in line.segment_of_items[at_N])
-    return Drawn(outcomes_RN[revision], outcomes_RN[parent], outcomes_RN[earlier], segments, own - other, own)
+    return Drawn(
+        outcomes_RN[revision],
+        outcomes_RN[parent],
+        outcomes_RN[earlier],
+        segments,
+        own - other,
+        own,
+        parent == 0,
+    )
 
 
 def steps(

@@ -12,13 +12,15 @@ stopped as soon as the question of the release's gate is answered; `best`: adapt
 before), and what the interval is of (`suite`, `task`). `fixed_coverage` is its mean over the cells that read
 a fixed number of items. `items_vs_plain`, `items_vs_unpaired`, `items_vs_paired`: items of the adaptive
 reading over those of another until its interval of the difference to the parent is as narrow, the median over
-revisions. Of the task, plain reading takes independent random items for each of the two. Of the suite,
-`unpaired` does so without replacement, and `paired` takes random items for both, also for revisions better
-than all before (`items_vs_paired_best`). `missed` and `flagged`: how often the gate's question is answered
-wrong for revisions that are exactly 5 points worse on the suite, and for equal ones; `gate_items` is the mean
-of items read. `pass_speedup`: ten commands `graftwork score` over one of ten revisions, which must print the
-same scores. `views_s`, `policy_view_s`: the slowest documented query on a made ledger, and the slowest on one
-policy. `--long` trains the revisions, records their outcomes and replays ten times as many suites.
+revisions. Of the task, after half of the suite, plain reading takes independent random items for each of the
+two. Of the suite, `unpaired` does so without replacement, and `paired` takes random items for both, also for
+revisions better than all before (`items_vs_paired_best`). First revisions have the base for a parent
+(`items_vs_plain_base`, `items_vs_unpaired_base`). `missed` and `flagged`: how often the gate's question is
+answered wrong for revisions that are exactly 5 points worse on the suite, and for equal ones; `gate_items` is
+the mean of items read. `pass_speedup`: ten commands `graftwork score` over one of ten revisions, which must
+print the same scores. `views_s`, `policy_view_s`: the slowest documented query on a made ledger, and the
+slowest on one policy. `--long` trains the revisions, records their outcomes and replays ten times as many
+suites.
 """
 
 import os
@@ -112,10 +114,12 @@ def read_adaptive(suite: Drawn, seed: int, read: int, cell: str) -> dict[str, fl
         f"coverage.{cell}-task": float(of_task.difference.holds(suite.truth)),
         name: read / items_for(UniformPairs(suite, seed), width, SUITE),
     }
+    of = "_base" if suite.is_first else ""
     if read == READS[0]:
+        found[f"items_vs_unpaired{of}"] = read / items_for(UniformUnpaired(suite, seed), width, SUITE)
+    else:
         plain = items_for(IndependentItems(suite, seed), of_task.difference.width, MOST_PLAIN)
-        found["items_vs_plain"] = of_task.items / plain
-        found["items_vs_unpaired"] = read / items_for(UniformUnpaired(suite, seed), width, SUITE)
+        found[f"items_vs_plain{of}"] = of_task.items / plain
     return found
 
 
