@@ -25,6 +25,7 @@ def asked_ledger(directory: Path) -> Ledger:
     emit_estimate(spool, replace(whole, items=5, at=1.0))
     emit_estimate(spool, whole)
     emit_estimate(spool, replace(whole, against="dd" * 32, mean=-0.3, low=-0.5, high=-0.1))
+    emit_estimate(spool, replace(whole, against="base", mean=0.5, low=0.5, high=0.5))
     spool.emit("revisions", tokens=100, seconds=1.0, **REVISION)
     spool.emit("route_changes", policy="arithmetic", champion=REVISION["digest"], version=1)
     for number in range(20):

@@ -48,24 +48,21 @@ FROM (
     FROM estimates WHERE against IS NOT NULL GROUP BY ALL
 ) WHERE newest.high < 0;
 
--- What a revision's training cost, its gain over its parent (the base where it has none) on the same version of the
--- suite, and the cost of one point (a hundredth) of it, NULL without a gain.
+-- What a revision's training cost, its gain over its parent (the base where it has none) on the same items, and the cost
+-- of one point (a hundredth) of it, NULL without a gain. A revision that was not compared with its parent has no row.
 CREATE VIEW cost_per_point AS
-WITH known AS NOT MATERIALIZED (
+WITH gains AS NOT MATERIALIZED (
     -- Of both targets the mean is the same.
-    SELECT policy, digest, base, suite, suite_version, config_hash, max("at") AS "at", arg_max(mean, "at") AS mean
-    FROM estimates WHERE against IS NULL AND segment IS NULL GROUP BY ALL
+    SELECT policy, digest, against, base, suite, suite_version, config_hash, max("at") AS "at",
+        arg_max(mean, "at") AS gain
+    FROM estimates WHERE against IS NOT NULL AND segment IS NULL GROUP BY ALL
 )
-SELECT mine.policy, mine.digest, revisions.parent, mine.base, mine.suite, mine.suite_version, mine.config_hash,
-    revisions.tokens AS training_tokens, revisions.seconds AS training_s, mine.mean - theirs.mean AS gain,
-    CASE WHEN gain > 0 THEN training_tokens / (100 * gain) END AS tokens_per_point,
-    CASE WHEN gain > 0 THEN training_s / (100 * gain) END AS seconds_per_point, mine."at"
-FROM known mine
-LEFT JOIN revisions ON revisions.policy = mine.policy AND revisions.digest = mine.digest
-LEFT JOIN known theirs ON coalesce(theirs.digest, '') = coalesce(revisions.parent, '') AND theirs.base = mine.base
-    AND theirs.suite = mine.suite AND theirs.suite_version = mine.suite_version
-    AND theirs.config_hash IS NOT DISTINCT FROM mine.config_hash
-WHERE mine.digest IS NOT NULL;
+SELECT gains.policy, gains.digest, parent, base, suite, suite_version, gains.config_hash,
+    tokens AS training_tokens, seconds AS training_s, gain,
+    CASE WHEN gain > 0 THEN tokens / (100 * gain) END AS tokens_per_point,
+    CASE WHEN gain > 0 THEN seconds / (100 * gain) END AS seconds_per_point, gains."at"
+FROM gains JOIN revisions ON revisions.policy = gains.policy AND revisions.digest = gains.digest
+    AND coalesce(parent, 'base') = against;
 
 -- How often our intervals were right: of those that a part of a suite's items gave of a policy's revisions, the share
 -- that holds the value that all items gave later.

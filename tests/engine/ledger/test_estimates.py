@@ -63,10 +63,30 @@ def test_rows_of_another_base_version_engine_or_target_are_not_mixed(
 ) -> None:
     base = replace(PART, policy=None, digest=None, mean=0.25, items=40, config_hash="e")
     mine = replace(base, policy="sums", digest="d", mean=0.75, config_hash="e")
-    take_in(ledger, spool, base, replace(mine, **change))
+    gain = replace(mine, mean=0.5, against="base")
+    worse = replace(gain, mean=-0.5, low=-0.6, high=-0.4)
+    take_in(ledger, spool, base, replace(mine, **change), gain, replace(worse, **change))
     assert [row["mean"] for row in found(ledger, "FROM quality ORDER BY mean")] == [0.25, 0.75]
-    gains = [row["gain"] for row in found(ledger, "FROM cost_per_point")]
-    assert gains == ([0.5] if "target" in change else [None])
+    assert [row["mean"] for row in found(ledger, "FROM regressions")] == [-0.5]
+
+
+def test_a_gain_is_over_the_parent_or_else_the_base(spool: Spool, ledger: Ledger) -> None:
+    for digest, parent in (("d", None), ("e", "d")):
+        spool.emit("revisions", policy="sums", digest=digest, parent=parent, tokens=1000, seconds=2.0)
+    gains = [
+        replace(PART, digest=digest, against=against, mean=mean)
+        for digest, against, mean in (
+            ("d", "base", 0.5),
+            ("e", "base", 0.6),
+            ("e", "d", 0.1),
+            ("e", "x", 0.3),
+        )
+    ]
+    take_in(ledger, spool, *gains)
+    rows = found(ledger, "FROM cost_per_point ORDER BY digest")
+    assert [(row["gain"], row["tokens_per_point"]) for row in rows] == [
+        (0.5, pytest.approx(20.0)), (0.1, pytest.approx(100.0))
+    ]  # fmt: skip
 
 
 def test_calibration_counts_intervals_that_hold_the_later_full_value(spool: Spool, ledger: Ledger) -> None:
@@ -137,18 +157,16 @@ def test_each_view_is_what_plain_python_finds(tables: dict[str, list[dict[str, A
 
 
 def test_cost_and_calibration_are_what_plain_python_finds(tables: dict[str, list[dict[str, Any]]]) -> None:
-    whole = {
-        (row["digest"], row["suite"]): row["mean"]
+    gains = {
+        (row["policy"], row["digest"]): row["mean"]
         for row in sorted(tables["estimates"], key=lambda one: one["at"])
-        if row["against"] is None and row["segment"] is None
+        if row["against"] and not row["segment"]
     }
-    assert len(tables["cost_per_point"]) == 10_000
+    assert len(tables["cost_per_point"]) == len(gains) == 10_000
     for row in tables["cost_per_point"]:
-        # The first revision of each policy has a parent that the ledger does not know.
-        parent = whole.get((row["parent"], row["suite"]))
-        gain = None if parent is None else whole[row["digest"], row["suite"]] - parent
-        assert row["gain"] == (None if gain is None else pytest.approx(gain))
-        per_point = 4096 / (100 * gain) if gain and gain > 0 else None
+        gain = gains[row["policy"], row["digest"]]
+        assert row["gain"] == gain
+        per_point = 4096 / (100 * gain) if gain > 0 else None
         assert row["tokens_per_point"] == (pytest.approx(per_point) if per_point else None)
         assert (row["training_tokens"], row["training_s"]) == (4096, 1.5)
     held: dict[str, list[bool]] = defaultdict(list)
