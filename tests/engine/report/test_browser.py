@@ -38,6 +38,7 @@ SECTIONS = [
     "Releases",
     "Lineage",
     "Offline scores",
+    "Quality",
     "Answers before and after",
     "Canaries",
     "Training",
