@@ -154,12 +154,13 @@ def test_a_part_of_the_suite_is_read_beside_the_champion(people: Operated, other
     assert read.returncode == 0, read.stderr
     part = json.loads(read.stdout)
     assert served_name(POLICY, part["difference"]["against"]) == champion
-    # Nothing is read where the champion is always wrong: nobody can fall below that.
+    # Nothing is read where the champion is right so seldom that nobody can fall below it by the margin.
     assert part["own"]["items"] <= part["own"]["available"]
-    assert part["own"]["items"] or part["difference"]["low"] >= 0
+    assert part["own"]["items"] or not part["has_fallen"]
     assert part["own"]["low"] <= part["own"]["mean"] <= part["own"]["high"]
     alone = people.command("score", POLICY, "--reads", "suite")
-    assert (alone.returncode, "POLICY@DIGEST" in alone.stderr) == (1, True)
+    assert alone.returncode == 2
+    assert "POLICY@DIGEST" in alone.stderr
 
 
 def test_frozen_pointers_move_only_for_rollbacks(people: Operated, other: str) -> None:
