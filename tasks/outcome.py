@@ -156,7 +156,7 @@ def part_row(part: "PartScore") -> dict[str, Any]:
         "against": against,
         "difference": f"{100 * found.mean:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}] points",
         "gate": "held" if part.has_fallen else "passed",
-        "seconds": round(part.seconds, 1),
+        "seconds": round(own.seconds or 0.0, 1),
     }
 
 

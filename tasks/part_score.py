@@ -35,13 +35,12 @@ class PartScore(NamedTuple):
     """What a part of a suite's items says of a revision.
 
     `own` is its mean, `difference` the difference to its baseline; `has_fallen` is whether the score gate
-    will hold it. `seconds` is what the reading took.
+    will hold it.
     """
 
     own: Estimate
     difference: Estimate
     has_fallen: bool
-    seconds: float
 
 
 def champion_beside(params: Params, policy: str, digest: str) -> str | None:
@@ -98,8 +97,8 @@ def score_part(
     run = f"{policy}@{digest}/{baseline.run}/{target}"
     reading = _reading(params, run, policy, digest, suite, baseline, target, made_at)
     while chosen := reading.choose(AT_ONCE):
-        answered, _ = next(ask_engine(params, [(policy, digest)], suite, key, root, chosen))()
-        by_item = {one.item: one for one in answered}
+        (wait,) = ask_engine(params, [(policy, digest)], suite, key, root, chosen)
+        by_item = {one.item: one for one in wait()[0]}
         items = [by_item[suite.items[place].id] for place in chosen]
         emit_scores(params, baseline.base, policy, digest, suite, items, is_part=True)
         reading.add([one.score for one in items])
@@ -112,7 +111,7 @@ def score_part(
     with closing(open_spool(params, "score")) as spool:
         for estimate in (own, difference):
             emit_estimate(spool, estimate, run)
-    return PartScore(own, difference, reading.has_fallen, seconds)
+    return PartScore(own, difference, reading.has_fallen)
 
 
 def _reading(

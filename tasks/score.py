@@ -271,8 +271,11 @@ def ask_engine(
             asked = _completions(params, model, key, max(2, batch), is_read)
             waiting.append(pool.submit(ask, model, asked, manager.load([suite.name])))
         yield from (one.result for one in waiting)
-    finally:
+    except BaseException:
+        # Also where nobody asks for the rest.
         pool.shutdown(cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
 def _refuse_unsteady(suite: Suite, items: Sequence[ItemScore]) -> None:

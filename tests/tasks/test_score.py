@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -256,6 +257,21 @@ def test_a_part_of_the_items_can_be_asked_for(serve, suites, tmp_path):
     whole = score(params, *REVISIONS[0], "sums", KEY, root=suites)
     (wait,) = ask_engine(params, REVISIONS[:1], suite, KEY, suites, [7, 3])
     assert wait() == ((whole.items[7], whole.items[3]), 0)
+
+
+def test_what_was_asked_for_is_answered_though_nobody_asks_for_more(serve, suites, tmp_path, monkeypatch):
+    """The engine is asked later than the list of answers ends."""
+
+    class Busy(ThreadPoolExecutor):
+        def __init__(self, workers):
+            super().__init__(workers)
+            self.submit(time.sleep, 0.2)
+
+    monkeypatch.setattr("tasks.score.ThreadPoolExecutor", Busy)
+    suite = load_suite("sums", suites)
+    params = settings(tmp_path, serve(by_model(suite)))
+    (wait,) = ask_engine(params, REVISIONS[:1], suite, KEY, suites, [7, 3])
+    assert [one.item for one in wait()[0]] == ["0007", "0003"]
 
 
 def test_a_verifier_that_disagrees_with_itself_gives_no_scores(serve, tmp_path, monkeypatch):
