@@ -24,8 +24,9 @@ def close_dead(root: Path, connection: sqlite3.Connection) -> int:
             rows: list[Any] = connection.execute(OPEN, (file.name,)).fetchall()
             for number, *fields in rows:
                 request = Metered(*fields)
-                # What another engine was asked in its place is billed there.
-                close_row(connection, spending, number, request, None, (0, 0) if request.repeated else None)
+                # What another engine was asked in its place is billed there, and counted there.
+                used, requests = ((0, 0), 0) if request.repeated else (None, 1)
+                close_row(connection, spending, number, request, None, used, requests)
             spending.write()
         closed += len(rows)
         file.unlink(missing_ok=True)

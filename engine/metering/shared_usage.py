@@ -32,7 +32,7 @@ NOW = f"""
         SELECT {", ".join(SUBJECT)}, requests, prompt, completion, unknown, 0 AS open, 0 AS reserved
         FROM hours WHERE hour >= ?
         UNION ALL
-        SELECT CAST(at / 3600 AS INTEGER), tenant, key, policy, revision, purpose, 0, 0, 0, 0, 1,
+        SELECT CAST(at / 3600 AS INTEGER), tenant, key, policy, revision, purpose, 0, 0, 0, 0, NOT repeated,
             CASE WHEN repeated THEN 0 ELSE reserved END
         FROM requests WHERE state = 'admitted'
     ) GROUP BY {", ".join(SUBJECT)}

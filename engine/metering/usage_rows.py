@@ -127,12 +127,15 @@ class Spending:
         """Count a request that is admitted."""
         self._count(request, 0, request.reserved)
 
-    def spend(self, request: Metered, used: tuple[int, int] | None) -> None:
-        """Count what a request has used, for the periods in which it was admitted; None: as reserved."""
+    def spend(self, request: Metered, used: tuple[int, int] | None, requests: int = 1) -> None:
+        """Count what a request has used, for the periods in which it was admitted; None: as reserved.
+
+        It counts as so many `requests`: as none where another engine counts it.
+        """
         self._count(request, request.reserved if used is None else sum(used), -request.reserved)
         _, tenant, key, policy, revision, purpose, at, reserved, _ = request
         sums = self._hours[int(at // 3600), tenant, key, policy, revision, purpose]
-        sums[0] += 1
+        sums[0] += requests
         if used is None:
             sums[3] += reserved
         else:
@@ -220,6 +223,7 @@ def close_row(
     request: Metered,
     status: int | None,
     used: tuple[int, int] | None,
+    requests: int = 1,
 ) -> None:
     """Close an open row, counters and roll-up included; a row that is closed already stays as it is."""
     prompt, completion = used or (None, None)
@@ -227,7 +231,7 @@ def close_row(
     values = (state, status, prompt, completion, time.time(), request.revision, number)
     if not connection.execute(CLOSE, values).rowcount:
         return
-    spending.spend(request, used)
+    spending.spend(request, used, requests)
 
 
 class UsageRows:

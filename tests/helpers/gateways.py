@@ -17,6 +17,7 @@ from fastapi import FastAPI
 
 from engine.catalog.catalog import Base, Catalog, Policy, Revision, migrate
 from engine.catalog.opening import whole_catalog
+from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.usage_log import UsageLog
 from engine.serving.gateway.answers import AnswerReader
 from engine.serving.gateway.call import Call, GatewayState
@@ -216,20 +217,20 @@ def open_world(
     load_places: int = 1024,
     server: FakeVllm | None = None,
     url: str | None = None,
+    shared: SharedBudgets | None = None,
 ) -> World:
     """Tenants acme and umbrella have a policy `TENANT-sums` each, with a champion and another revision.
 
     Without a `server`, Graftwork's own endpoints are behind the gateway, too. Without a `url`, the catalog is
-    in a file of `root`.
+    in a file of `root`. Usage is copied to `shared`.
     """
-    is_new = url is not None or not (root / "catalog.db").exists()
     url = url or f"sqlite:///{root}/catalog.db"
     migrate(url)
     catalog = whole_catalog(url)
-    if is_new:
+    if not catalog.bases.names():
         fill(catalog)
     has_own = server is None
-    server, events, loads, usage = server or FakeVllm(), Events(), Loads(), UsageLog(root / "usage")
+    server, events, loads, usage = server or FakeVllm(), Events(), Loads(), UsageLog(root / "usage", shared)
     state = GatewayState(
         Router(catalog, "tiny", "base", suggest=Suggester),
         Residency(loads, catalog, Store(root), EngineConfig(), load_places=load_places),
@@ -242,7 +243,7 @@ def open_world(
         server.used,
     )
     if has_own:
-        server.own = own_endpoints(state, catalog)
+        server.own = own_endpoints(state, catalog, "here")
     holder = SimpleNamespace(state=SimpleNamespace(graftwork=state))
     gateway = Gateway(server)
 
@@ -253,8 +254,8 @@ def open_world(
     return World(root, catalog, server, events, loads, usage, state, app)
 
 
-def own_endpoints(state: GatewayState, catalog: Catalog) -> FastAPI:
-    """Graftwork's endpoints in an app with vLLM's answers to errors."""
+def own_endpoints(state: GatewayState, catalog: Catalog, id: str) -> FastAPI:
+    """Graftwork's endpoints of the engine `id` in an app with vLLM's answers to errors."""
     from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
     from engine.serving.gateway.endpoints import Readiness, attach
@@ -267,7 +268,7 @@ def own_endpoints(state: GatewayState, catalog: Catalog) -> FastAPI:
     app.state.args = SimpleNamespace(log_error_stack=False)
     attach(app)
     app.state.graftwork, app.state.graftwork_loads = state, loads
-    membership = Membership(catalog, "here", "http://here", "base", "1")
+    membership = Membership(catalog, id, f"http://{id}", "base", "1")
     membership.beat()
     why_not_ready = partial(membership.why_not_ready, state.router, list)
     app.state.graftwork_readiness = Readiness(why_not_ready, membership.drain)

@@ -27,23 +27,28 @@ TURN = {"model": "acme-sums", "prompt": "one two three", "max_tokens": 8}
 pytestmark = pytest.mark.services
 
 
+def started(root: Path, port: int, step_s: float = 0.0, *shared: str) -> subprocess.Popen[bytes]:
+    """Start a gateway and wait for it; `shared` is a catalog's URL."""
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    command = [sys.executable, str(PROGRAM), str(root), str(port), str(step_s), *shared]
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            httpx.get(f"http://127.0.0.1:{port}/v1/models")
+            return process
+        except httpx.TransportError:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
 @contextmanager
 def gateway(root: Path, step_s: float = 0.0) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Start a gateway and wait for it; it is killed at the end."""
     port = free_port()
-    path = os.pathsep.join([str(ROOT), *sys.path])
-    command = [sys.executable, str(PROGRAM), str(root), str(port), str(step_s)]
-    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
+    process = started(root, port, step_s)
     try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                httpx.get(f"http://127.0.0.1:{port}/v1/models")
-                break
-            except httpx.TransportError:
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
         yield f"http://127.0.0.1:{port}", process
     finally:
         process.kill()
