@@ -9,12 +9,15 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -22,17 +25,19 @@ import _made
 import _served
 import httpx
 import psutil
-from moto.server import ThreadedMotoServer
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from s3fs import S3FileSystem
+from werkzeug.serving import BaseWSGIServer, make_server
 
 from engine.base.resident import BaseInfo, ensure_base
-from engine.catalog.catalog import Catalog, migrate
+from engine.catalog.catalog import Catalog
 from engine.catalog.opening import whole_catalog
 from engine.clients.controller import ControllerClient
 from engine.ledger.ledger import open_snapshot
 from engine.security.credentials import credential
 from engine.services import lifecycle
 from engine.settings.params import Params
+from tests.helpers import older_version
 from tests.helpers.haproxy import balanced
 from tests.helpers.live import free_port, start_reaped, stop_reaped
 from tests.helpers.postgres import fresh_database, postgres
@@ -42,6 +47,16 @@ START_S = 300.0
 BUCKET = "scale"
 # Longer than any stream here, so that SIGTERM cuts none.
 SHUTDOWN_S = 15
+# What begins an installation, run by the version that begins it.
+BEGIN = """
+import sys
+from pathlib import Path
+from engine.catalog.opening import open_catalog
+from engine.settings.params import load_params
+paths = load_params(Path(sys.argv[1])).paths
+with open_catalog(paths, migrated=True) as catalog:
+    catalog.keys.ensure_local(paths.local_key)
+"""
 
 
 @dataclass
@@ -65,7 +80,7 @@ class Host:
     def start(self, wait: bool = True) -> None:
         """Start the service; return once it is healthy, or at once."""
         file = self.params.paths.root / "params.json"
-        file.write_text(self.params.to_json())
+        file.write_text(given_settings(self.params))
         with self.log.open("ab") as log:
             self.process = start_reaped([*self.command, "--params", str(file)], log, self.environment)
         if wait:
@@ -102,6 +117,12 @@ class Host:
         assert self.process is not None
         self.process.terminate()
 
+    def upgrade(self) -> None:
+        """Run this version from the next start on."""
+        self.environment = {
+            **self.environment, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "PYTHONSAFEPATH": ""
+        }  # fmt: skip
+
     def stop(self) -> None:
         """End the service, if it runs."""
         if self.process is not None:
@@ -111,18 +132,28 @@ class Host:
 
 @dataclass
 class Cluster:
-    """Two engines, a controller, and what they share; `url` is HAProxy's."""
+    """Two engines, a controller, and what they share; `url` is HAProxy's.
+
+    `catalog` and `client` are of this version: where an older one began, once the catalog is migrated.
+    """
 
     engines: tuple[Host, Host]
     controller: Host
-    catalog: Catalog
-    client: ControllerClient
     key: str
     url: str
     base: BaseInfo
     s3: Sequence["Bucket"]
     postmaster: int
+    at_end: ExitStack
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(0, 1000))
+
+    @cached_property
+    def catalog(self) -> Catalog:
+        return self.at_end.enter_context(whole_catalog(self.controller.params.paths.catalog_url))
+
+    @cached_property
+    def client(self) -> ControllerClient:
+        return self.at_end.enter_context(ControllerClient(self.controller.url, self.key))
 
     def publish(self, policy: str, count: int, champion: bool = True) -> list[str]:
         """Publish fresh revisions of a policy and return their served names; the first is its champion."""
@@ -177,11 +208,19 @@ class Cluster:
 
 
 class Bucket:
-    """One machine's way to S3: a server of its own over the same objects."""
+    """One machine's way to S3: a server of its own over the same objects. It has none that `gone` names."""
 
     def __init__(self) -> None:
         self.port = free_port()
-        self._server: ThreadedMotoServer | None = None
+        self.gone: set[str] = set()
+        self._server: BaseWSGIServer | None = None
+        self._app = DomainDispatcherApplication(create_backend_app)
+
+    def __call__(self, environment: dict[str, Any], start: Callable[..., Any]) -> Any:
+        if any(name in environment["PATH_INFO"] for name in self.gone):
+            start("503 Slow Down", [("content-length", "0")])
+            return []
+        return self._app(environment, start)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -193,18 +232,22 @@ class Bucket:
         }
 
     def start(self) -> None:
-        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=self.port, verbose=False)
-        self._server.start()
+        self._server = make_server("127.0.0.1", self.port, self, threaded=True)
+        Thread(target=self._server.serve_forever, daemon=True).start()
 
     def stop(self) -> None:
         if self._server is not None:
-            self._server.stop()
+            self._server.shutdown()
+            self._server.server_close()
             self._server = None
 
 
 @contextmanager
-def cluster(given: Params, beside: Path) -> Iterator[Cluster]:
-    """Start the whole cluster in a directory of its own in `beside`; it ends with the block."""
+def cluster(given: Params, beside: Path, is_old: bool = False) -> Iterator[Cluster]:
+    """Start the whole cluster in a directory of its own in `beside`; it ends with the block.
+
+    `is_old`: every service, and the catalog, is of the version before the catalog's schema changed last.
+    """
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="scale-", dir=beside)))
         # Its server writes a line for each request.
@@ -220,10 +263,9 @@ def cluster(given: Params, beside: Path) -> Iterator[Cluster]:
         postgres_url = fresh_database(address)
         folder = Path(parse_qs(urlsplit(address).query)["host"][0])
         postmaster = int((folder / "data" / "postmaster.pid").read_text().split()[0])
-        migrate(postgres_url)
         port = free_port()
         shared = {
-            "base": given.base.model_dump(mode="json"),
+            "base": given.base.model_dump(mode="json", exclude_unset=True),
             "catalog": {"url": postgres_url},
             "store": {"url": f"s3://{BUCKET}/adapters"},
             "gateway": {"proxy_sets_id": True},
@@ -236,6 +278,11 @@ def cluster(given: Params, beside: Path) -> Iterator[Cluster]:
         base = ensure_base(home.base, home.paths)
         secret = credential(home.paths, "events")
         variables = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
+        if is_old:
+            variables |= older_version.variables(older_version.older_version(root / "older"))
+        (home.paths.root / "params.json").write_text(given_settings(home))
+        begin = [sys.executable, "-c", BEGIN, str(home.paths.root / "params.json")]
+        subprocess.run(begin, env=variables, check=True)
         controller = Host("controller", home, ("-m", "engine.controller"), variables)
         engines = []
         for number, bucket in enumerate(buckets[:2], 1):
@@ -261,14 +308,12 @@ def cluster(given: Params, beside: Path) -> Iterator[Cluster]:
             host.start(wait=False)
         for host in (controller, *engines):
             wait_for(host.is_healthy, host.name, START_S)
-        catalog = stack.enter_context(whole_catalog(postgres_url))
-        key = catalog.keys.ensure_local(home.paths.local_key)
-        client = stack.enter_context(ControllerClient(controller.url, key))
+        key = home.paths.local_key.read_text().strip()
         for host in engines:
             wait_for(host.is_ready, f"{host.name} to be ready", START_S)
         url = stack.enter_context(balanced(home, [host.url for host in engines], root))
         first, second = engines
-        yield Cluster((first, second), controller, catalog, client, key, url, base, buckets, postmaster)
+        yield Cluster((first, second), controller, key, url, base, buckets, postmaster, stack)
 
 
 def settings_of(root: Path, given: Params, sections: Mapping[str, Any]) -> Params:
@@ -277,6 +322,11 @@ def settings_of(root: Path, given: Params, sections: Mapping[str, Any]) -> Param
     given.paths.bases.mkdir(parents=True, exist_ok=True)
     (root / "bases").symlink_to(given.paths.bases)
     return Params.model_validate({"state_dir": str(root), **sections})
+
+
+def given_settings(params: Params) -> str:
+    """Return the settings that were given: an older version does not know every default of this one."""
+    return params.model_dump_json(exclude_unset=True)
 
 
 def wait_for(condition: Callable[[], bool], what: str, limit_s: float = 60.0, every_s: float = 0.05) -> None:

@@ -1,4 +1,4 @@
-"""Engines and controllers that end: kill -9 in the middle of a canary, SIGTERM; and engines that join."""
+"""Engines and controllers that are killed, in the middle of a canary or of a step; and engines that join."""
 
 import os
 import time
@@ -8,12 +8,19 @@ from itertools import count
 
 from _scale_cluster import START_S, Cluster, Host, wait_for
 from _scale_releases import OPEN, asked_of
-from _scale_users import Asked, Crowd
+from _scale_users import PROMPTS, Asked, Crowd
 
 from engine.controller.route_changes import LEASE_S
+from engine.threads import background
+from engine.training.sample_groups import Sampling, sample_groups
+from engine.training.several_engines import Engines, sample_over
 
 RATE, STREAMS, LONG = 20.0, 3, 160
+# A step's groups, and how it samples them.
+GROUPS, SAMPLING = 24, Sampling(group_size=8, max_tokens=48, seed=5)
 JUDGED = {"weight": 0.5, "min_units": 20, "margin": 0.2}
+# How a canary must end that its users reject, and one that they like as well.
+CANARIES = (("rolled_back", False), ("promoted", True))
 # Canary's answers before the kill.
 BEFORE = 5
 
@@ -74,12 +81,12 @@ def home_of(cluster: Cluster, crowd: Crowd, policy: str) -> Host:
     return next(host for host in cluster.engines if host.url.endswith(f":{port}"))
 
 
-def kills(cluster: Cluster, crowd: Crowd) -> dict[str, list[float]]:
-    """Judge a bad and a good canary while the engine that answers most is killed, and on one engine."""
+def kills(cluster: Cluster, crowd: Crowd, is_long: bool) -> dict[str, list[float]]:
+    """Judge a bad canary, and a good one if there is time, while its engine is killed, and on one engine."""
     champion, *canaries = cluster.publish("judged", 5)
     cluster.publish("joining", 2)
     verdicts, asked, joined = [], list[Asked](), dict[str, list[float]]()
-    for number, (wanted, is_good) in enumerate((("rolled_back", False), ("promoted", True))):
+    for number, (wanted, is_good) in enumerate(CANARIES[: 1 + is_long]):
         victim = home_of(cluster, crowd, "judged")
         two = judge(cluster, crowd, cluster.url, canaries[2 * number], is_good, victim)
         asked += two.asked
@@ -148,57 +155,42 @@ def join(cluster: Cluster, crowd: Crowd, host: Host) -> dict[str, list[float]]:
     }
 
 
-def sigterm(cluster: Cluster, crowd: Crowd, streams: int) -> dict[str, list[float]]:
-    """Stop an engine by SIGTERM under load; return how its streams and all requests ended."""
-    policies = [f"stopping-{number}" for number in range(4)]
-    for policy in policies:
-        cluster.publish(policy, 1)
-    victim = home_of(cluster, crowd, policies[0])
-    flows = [crowd.arrive(cluster.url, policy, 5.0, users()) for policy in policies]
-    time.sleep(1)
-    through = [
-        crowd.once(cluster.url, policies[n % 4], f"s{n}", LONG, is_stream=True) for n in range(streams)
-    ]
-    direct = [crowd.once(victim.url, policies[n % 4], f"d{n}", LONG, is_stream=True) for n in range(streams)]
-    wait_for(lambda: all(one.got for one in asked_of(direct)) and len(asked_of(direct)) == streams, "streams")
-    began = time.time()
-    under_way = sum(not one.ended for one in asked_of([*through, *direct]))
-    victim.terminate()
-    process = victim.process
-    assert process is not None
-    wait_for(lambda: process.poll() is not None, "its end", 60)
-    took = time.time() - began
-    time.sleep(1)
-    for flow in [*through, *direct, *flows]:
-        flow.rest()
-    victim.process = None
-    victim.start()
-    wait_for(victim.is_ready, "it to be ready again", START_S)
-    long, short = asked_of([*through, *direct]), asked_of(flows)
-    for one in [one for one in [*long, *short] if not one.is_whole][:5]:
-        print(f"  not whole: {one.is_stream} {one.got} of {one.tokens} {one.fault}", flush=True)
-    return {
-        "sigterm_streams": [under_way],
-        "sigterm_streams_broken": [sum(not one.is_whole for one in long)],
-        "sigterm_failed": [sum(not one.is_whole for one in short)],
-        "sigterm_s": [took],
-    }
-
-
-def failover(cluster: Cluster, crowd: Crowd) -> dict[str, list[float]]:
-    """Kill the controller and start one elsewhere on its volume; return the times."""
-    held = cluster.controller
-    held.stop()
+def rollouts(cluster: Cluster) -> dict[str, list[float]]:
+    """Sample a step over both engines, one of which is killed; return the groups unlike one engine's."""
+    (name,) = cluster.publish("stepping", 1)
+    first, second = cluster.engines
+    prompts = [PROMPTS[number % len(PROMPTS)][number // len(PROMPTS) :] for number in range(GROUPS)]
+    engines = Engines(cluster.catalog, cluster.base.digest, first.url)
+    wait_for(lambda: len(engines.urls()) == 2, "both engines in the catalog")
     began = time.monotonic()
-    held.start()
-    start_s = time.monotonic() - began
+    alone = sample_groups(first.url, cluster.key, name, prompts, SAMPLING)
+    alone_s = time.monotonic() - began
+    sample_groups(second.url, cluster.key, name, prompts[:1], SAMPLING)
+    step = background(lambda: sample_over(engines.urls, cluster.key, name, prompts, SAMPLING))
+    time.sleep(alone_s / 4)
+    if step.done():
+        raise RuntimeError("The step ended before an engine was killed.")
+    second.kill()
+    told = step.result(120)
+    second.start()
+    wait_for(second.is_ready, "it to be ready again", START_S)
+    unlike = sum(one != other for one, other in zip(told, alone, strict=True))
+    return {"rollouts_unlike": [unlike], "rollouts": [len(told)]}
+
+
+def failover(cluster: Cluster, start_s: float) -> dict[str, list[float]]:
+    """Kill the controller and start one elsewhere on its volume, which stays; return the times.
+
+    `start_s` is what a controller takes to start whose lease is free.
+    """
+    held = cluster.controller
     # The same volume at another path: for the lease it is another holder.
     root = held.params.paths.root.with_name("controller-elsewhere")
     os.symlink(held.params.paths.root, root)
-    params = held.params.model_copy(update={"state_dir": root})
+    standby = replace(held, params=held.params.model_copy(update={"state_dir": root}), process=None)
+    cluster.at_end.callback(standby.stop)
     held.kill()
     began = time.monotonic()
-    standby = replace(held, params=params, process=None)
     while True:
         standby.start(wait=False)
         try:
@@ -210,6 +202,13 @@ def failover(cluster: Cluster, crowd: Crowd) -> dict[str, list[float]]:
             print(f"  {str(error).splitlines()[-1]}", flush=True)
             standby.process = None
     took = time.monotonic() - began
-    standby.stop()
-    held.start()
+    cluster.controller = standby
     return {"failover_s": [took], "start_s": [start_s], "failover_share": [took / (LEASE_S + start_s)]}
+
+
+def started_s(cluster: Cluster) -> float:
+    """Stop the controller, which gives its lease back, and start it; return how long the start took."""
+    cluster.controller.stop()
+    began = time.monotonic()
+    cluster.controller.start()
+    return time.monotonic() - began

@@ -43,10 +43,6 @@ def at(cluster: Cluster, flows: Sequence[Flow], number: int) -> list[Asked]:
     return [one for one in asked_of(flows) if one.url == cluster.engines[number].url]
 
 
-def has_answered(cluster: Cluster, flows: Sequence[Flow], number: int) -> bool:
-    return any(one.is_whole for one in at(cluster, flows, number))
-
-
 def promotions(cluster: Cluster, crowd: Crowd, repeats: int) -> dict[str, list[float]]:
     """Promote revisions; return the engines' skew, and how many requests waited for a cold load."""
     names, skews, slowest = cluster.publish("promoted", 1 + repeats), list[float](), list[float]()
@@ -89,21 +85,19 @@ def unloadable(cluster: Cluster, crowd: Crowd) -> dict[str, list[float]]:
     _, canary = cluster.publish("unloadable", 2)
     second = cluster.engines[1]
     id = next(row.id for row in cluster.catalog.replicas.all() if row.url == second.url)
-    with watched(cluster, crowd, "unloadable") as (watchers, users):
-        # Its champion must be loaded there before.
-        wait_for(lambda: all(has_answered(cluster, watchers, number) for number in (0, 1)), "first answers")
-        cluster.s3[1].stop()
-        try:
-            release = cluster.release(canary, OPEN)
-            ended = cluster.client.wait_for_verdict(release, 120)
-        finally:
-            cluster.s3[1].start()
+    cluster.s3[1].gone.add(cluster.catalog.revisions.get("unloadable", cluster.digest(canary)).segment)
+    asking = [crowd.keep_asking(host.url, "unloadable", "u", 1, pause_s=0.2) for host in cluster.engines]
+    asking.append(crowd.arrive(cluster.url, "unloadable", RATE, (f"u{number}" for number in count())))
+    # The release waits for a minute; others go on meanwhile.
+    ended = cluster.client.wait_for_verdict(cluster.release(canary, OPEN), 120)
+    for flow in asking:
+        flow.rest()
     if ended["state"] != "held":
         raise RuntimeError(f"The release was {ended['state']}: {ended['reason']}")
     print(f"  {ended['reason']}", flush=True)
     others = [row.id for row in cluster.catalog.replicas.all() if row.id != id]
     is_named = f"{id}: " in ended["reason"] and not any(f"{one}: " in ended["reason"] for one in others)
-    failed = sum(bool(one.fault) for one in asked_of([*watchers, users]))
+    failed = sum(bool(one.fault) for one in asked_of(asking))
     return {"unloadable_named": [float(is_named)], "unloadable_failed": [failed]}
 
 

@@ -98,6 +98,11 @@ class Crowd:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
+    def rest(self) -> None:
+        """Stop every flow, and wait until its requests have ended."""
+        for flow in self.flows:
+            flow.rest()
+
     async def _open(self) -> None:
         timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
         self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))

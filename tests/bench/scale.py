@@ -1,25 +1,33 @@
-"""Two engines of one catalog as on two machines: what users notice of kills, releases and stops.
+"""Two engines of one catalog as on two machines: what users notice of kills, releases, stops and an upgrade.
 
     graftwork bench scale [--only kills rollback ...] [--repeats N] [--long]
 
 Two engines with state directories of their own, a controller, Postgres, S3 and HAProxy, all on loopback. Each
 engine computes with one thread. `failed_requests` are those without streaming that ended without their whole
 answer while an engine was killed in the middle of a canary; `verdicts_unlike` are canaries whose verdict was
-another than on one engine with the same users. `observations_lost` are whole answers of both engines that the
-ledger does not have, after all kills. `rollback_s` is from the tombstone until the last request was routed to
-the canary at any engine, at the latest that can be. `throughput_share` is tokens a second behind HAProxy over
-those of the same engines asked directly, in turns. `failover_share` is the controller's failover over its
-lease and its start. The default takes one scenario after another until its time is over; `--long` takes all.
+another than on one engine with the same users; `rollouts_unlike` are a step's groups that were not those of
+one engine, although the other one was killed. `upgrade_failed` are requests that failed while the catalog was
+migrated and the controller and both engines of the version before the last change of its schema became this
+one's. `observations_lost` are whole answers of both engines that the ledger does not have, after all kills.
+`rollback_s` is from the tombstone until the last request was routed to the canary at any engine, at the
+latest that can be. `backup_lost` is what a backup under load lacks once it is restored elsewhere.
+`throughput_share` is tokens a second behind HAProxy over those of the same engines asked directly, in turns.
+`failover_share` is the controller's failover over its lease and its start. The default takes one scenario
+after another until its time is over; `--long` takes all, each in its long form.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import _record as record
 from _run import Run, options, start
+from _scale_backup import backups
 from _scale_cluster import Cluster, cluster, wait_for
 from _scale_front import faults, throughput
-from _scale_kills import failover, kills, sigterm
+from _scale_kills import failover, kills, rollouts, started_s
 from _scale_releases import promotions, rollbacks, unloadable
+from _scale_upgrade import upgrade
 from _scale_users import Crowd
 
 from engine.errors import GraftworkError
@@ -37,8 +45,11 @@ BOUNDS = {
     "unloadable_named": record.within(1),
     "unloadable_failed": record.within(0),
     "rollback_s": record.at_most(1.0),
+    "upgrade_failed": record.within(0),
     "sigterm_streams_broken": record.within(0),
-    "sigterm_failed": record.within(0),
+    "rollouts_unlike": record.within(0),
+    "backup_lost": record.within(0),
+    "backup_failed": record.within(0),
     "answers_before_ready": record.within(0),
     "join_failed": record.within(0),
     "others_failed.haproxy": record.within(0),
@@ -51,27 +62,37 @@ WORST = ("promotion_skew_s", "rollback_s")
 Found = Mapping[str, Sequence[float]]
 
 
-def scenarios(site: Cluster, crowd: Crowd, repeats: int) -> dict[str, Callable[[], Found]]:
+def scenarios(site: Cluster, crowd: Crowd, repeats: int, is_long: bool) -> dict[str, Callable[[], Found]]:
     return {
-        "throughput": lambda: throughput(site, 2 * repeats),
-        "promotion": lambda: promotions(site, crowd, repeats),
-        "unloadable": lambda: unloadable(site, crowd),
+        "upgrade": lambda: upgrade(site, crowd),
+        "releases": lambda: releases(site, crowd, repeats, is_long),
         "rollback": lambda: rollbacks(site, crowd, repeats),
-        "faults": lambda: faults(site, crowd, site.controller.params.paths.root),
-        "kills": lambda: kills(site, crowd),
-        "sigterm": lambda: sigterm(site, crowd, 12),
-        "failover": lambda: failover(site, crowd),
+        "kills": lambda: kills(site, crowd, is_long),
+        "rollouts": lambda: rollouts(site),
+        "failover": lambda: failover(site, started_s(site)),
+        "throughput": lambda: throughput(site, 2 * repeats),
     }
 
 
-NAMES = ("throughput", "promotion", "unloadable", "rollback", "faults", "kills", "sigterm", "failover")
+NAMES = ("upgrade", "releases", "rollback", "kills", "rollouts", "failover", "throughput")
+
+
+def releases(site: Cluster, crowd: Crowd, repeats: int, is_long: bool) -> Found:
+    """Promote, meet faulty adapters and back up, while the release that cannot be loaded everywhere waits."""
+    root = site.controller.params.paths.root
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(unloadable, site, crowd)
+        found = promotions(site, crowd, repeats) | faults(site, crowd, root, is_long)
+        return found | backups(site, crowd, root.parent) | held.result()
 
 
 def observations(site: Cluster, crowd: Crowd) -> dict[str, list[float]]:
     """Return how many answers the ledger lacks, and how many rows it has that nobody was answered."""
-    whole = [one for one in crowd.asked if one.is_whole]
-    policies = sorted({one.policy for one in crowd.asked})
-    broken = sum(one.status in (0, 200) and not one.is_whole for one in crowd.asked)
+    crowd.rest()
+    # The base has no policy, and its answers no rows by which revisions are judged.
+    asked = [one for one in crowd.asked if one.policy != site.base.name]
+    whole, policies = [one for one in asked if one.is_whole], sorted({one.policy for one in asked})
+    broken = sum(one.status in (0, 200) and not one.is_whole for one in asked)
     known: set[str] = set()
 
     def are_there() -> bool:
@@ -106,20 +127,26 @@ def main() -> None:
     repeats = given.repeats or (3 if run.is_long else 1)
     given.out.mkdir(parents=True, exist_ok=True)
     figures, failed = record.Figures(), list[str]()
-    with cluster(load_params(given.params), given.out) as site, Crowd(site.key) as crowd:
-        known = scenarios(site, crowd, repeats)
+    # In their order: the upgrade is first.
+    names = [name for name in NAMES if name in given.only]
+    is_old = "upgrade" in names
+    with cluster(load_params(given.params), given.out, is_old) as site, Crowd(site.key) as crowd:
+        known = scenarios(site, crowd, repeats, run.is_long)
 
         def one(number: int) -> None:
-            name = given.only[number]
+            name = names[number]
+            began = time.monotonic()
             try:
                 take(figures, known[name]())
+                print(f"  {name}: {time.monotonic() - began:.1f} s", flush=True)
             except (RuntimeError, GraftworkError) as error:
                 # The others are still worth their time; no figure counts then.
                 print(f"  {name} failed: {error}", flush=True)
                 failed.append(name)
 
-        run.repeats("scenario", one, most=len(given.only))
-        if crowd.asked and not run.is_interrupted:
+        taken = run.repeats("scenario", one, most=len(names))
+        # What a scenario leaves that was cut off says nothing: an engine may be dead, and its events with it.
+        if len(taken) == len(names) and crowd.asked:
             take(figures, observations(site, crowd))
     if failed:
         record.show(f"without {', '.join(failed)}", figures, BOUNDS)

@@ -1,0 +1,91 @@
+"""The older version's controller and engines become this one's, one at a time, while users ask."""
+
+import time
+from collections.abc import Sequence
+
+import httpx
+from _scale_cluster import START_S, Cluster, Host, wait_for
+from _scale_kills import started_s, users
+from _scale_releases import asked_of
+from _scale_users import Asked, Crowd
+
+from engine.catalog.catalog import migrate
+
+POLICIES, RATE = 4, 5.0
+# Streams of each way at the engine that stops; they outlast `NOTICED_S`.
+STREAMS, TOKENS = 6, 400
+# In which HAProxy has seen that an engine drains: two checks.
+NOTICED_S = 1.5
+
+
+def upgrade(cluster: Cluster, crowd: Crowd) -> dict[str, list[float]]:
+    """Migrate the catalog, then replace the controller and each engine; return what failed.
+
+    The first engine gets SIGTERM without a word to HAProxy, the second drains before.
+    """
+    base = crowd.arrive(cluster.url, cluster.base.name, RATE, users())
+    wait_for(lambda: any(one.is_whole for one in base.asked), "an answer of the older version")
+    migrate(cluster.controller.params.paths.catalog_url)
+    older = {row.version for row in cluster.catalog.replicas.all()}
+    policies = [f"stopping-{number}" for number in range(POLICIES)]
+    for policy in policies:
+        cluster.publish(policy, 1)
+    flows = [base, *(crowd.arrive(cluster.url, policy, RATE, users()) for policy in policies)]
+    wait_for(
+        lambda: all(any(one.is_whole for one in flow.asked) for flow in flows), "answers of all policies"
+    )
+    cluster.controller.upgrade()
+    start_s = started_s(cluster)
+    streams, seconds = list[Asked](), list[float]()
+    for number, host in enumerate(cluster.engines):
+        ended, took = replace_under_load(cluster, crowd, host, policies, drains=bool(number))
+        streams += ended
+        seconds.append(took)
+    time.sleep(1)
+    for flow in flows:
+        flow.rest()
+    newer = {row.version for row in cluster.catalog.replicas.all()}
+    if len(older) != 1 or len(newer) != 1:
+        raise RuntimeError(f"Two engines said {older} before the upgrade, and {newer} after it.")
+    for one in [one for one in (*streams, *asked_of(flows)) if not one.is_whole][:5]:
+        print(f"  not whole: {one.is_stream} {one.got} of {one.tokens} {one.fault}", flush=True)
+    print(f"  engines of {older} became {newer}", flush=True)
+    return {
+        "upgrade_failed": [sum(not one.is_whole for one in asked_of(flows))],
+        "upgrade_requests": [len(asked_of(flows))],
+        "sigterm_streams": [len(streams)],
+        "sigterm_streams_broken": [sum(not one.is_whole for one in streams)],
+        "sigterm_s": seconds,
+        "start_s": [start_s],
+    }
+
+
+def replace_under_load(
+    cluster: Cluster, crowd: Crowd, host: Host, policies: Sequence[str], drains: bool
+) -> tuple[list[Asked], float]:
+    """Stop an engine amid streams and start it as this version; return them, and how long the stop took."""
+    flows = [
+        crowd.once(url, policies[number % POLICIES], f"s{number}", TOKENS, is_stream=True)
+        for number in range(STREAMS)
+        for url in (cluster.url, host.url)
+    ]
+    wait_for(lambda: all(flow.asked and flow.asked[0].got for flow in flows), "the streams")
+    if drains:
+        headers = {"authorization": f"Bearer {cluster.key}"}
+        httpx.post(f"{host.url}/graftwork/drain", headers=headers, timeout=10).raise_for_status()
+        time.sleep(NOTICED_S)
+    under_way = sum(not flow.asked[0].ended for flow in flows)
+    if not under_way:
+        raise RuntimeError("Every stream had ended before the engine was stopped.")
+    process, began = host.process, time.monotonic()
+    assert process is not None
+    host.terminate()
+    wait_for(lambda: process.poll() is not None, "its end", 60)
+    took = time.monotonic() - began
+    for flow in flows:
+        flow.rest()
+    host.process = None
+    host.upgrade()
+    host.start()
+    wait_for(host.is_ready, "it to be ready again", START_S)
+    return asked_of(flows), took
