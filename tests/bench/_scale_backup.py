@@ -50,7 +50,7 @@ def backups(cluster: Cluster, crowd: Crowd, folder: Path) -> dict[str, list[floa
             "state_dir": str(folder / "restored" / "state"),
             "suites_dir": str(folder / "restored" / "suites"),
             "base": params.base.model_dump(mode="json"),
-            "catalog": {"url": fresh_database(params.paths.catalog_url)},
+            "catalog": {"url": fresh_database(cluster.postgres)},
             "store": {"url": f"s3://{BUCKET}/restored"},
         }
     )

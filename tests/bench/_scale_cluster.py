@@ -143,6 +143,7 @@ class Cluster:
     url: str
     base: BaseInfo
     s3: Sequence["Bucket"]
+    postgres: str
     postmaster: int
     at_end: ExitStack
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(0, 1000))
@@ -313,7 +314,7 @@ def cluster(given: Params, beside: Path, is_old: bool = False) -> Iterator[Clust
             wait_for(host.is_ready, f"{host.name} to be ready", START_S)
         url = stack.enter_context(balanced(home, [host.url for host in engines], root))
         first, second = engines
-        yield Cluster((first, second), controller, key, url, base, buckets, postmaster, stack)
+        yield Cluster((first, second), controller, key, url, base, buckets, address, postmaster, stack)
 
 
 def settings_of(root: Path, given: Params, sections: Mapping[str, Any]) -> Params:

@@ -136,6 +136,27 @@ def test_pinning_the_same_revision_trains_and_scores_nothing_again(clone: Clone)
     assert (clone.root / "metrics.json").stat().st_mtime_ns == times
 
 
+@pytest.mark.slow
+def test_what_a_backup_restores_elsewhere_gives_the_same_bytes(clone: Clone, tmp_path: Path) -> None:
+    from engine.publishing.importing import import_revision
+    from engine.settings.params import load_params
+    from tasks.backup import backup
+    from tasks.restore_backup import restore_backup
+
+    params = load_params(clone.root / "params.yaml")
+    digest = import_revision(params, clone.root / "repro" / "adapt" / "revision").digest
+    backup(params, str(tmp_path / "kept"))
+    other = Clone(tmp_path / "other")
+    settings = yaml.safe_load((clone.root / "params.yaml").read_text())
+    settings |= {"state_dir": "restored", "evaluate": {"policy": "arithmetic", "revision": digest}}
+    (other.root / "params.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+    # Its suites are those of the clone, which the backup has as well.
+    restore_backup(load_params(other.root / "params.yaml"), str(tmp_path / "kept"))
+    (other.root / "restored" / "bases").symlink_to(ROOT / ".graftwork" / "bases")
+    other.dvc("repro")
+    assert other.evaluation() == clone.evaluation()
+
+
 def test_a_stage_that_fails_says_why_and_dvc_fails_with_it(clone: Clone) -> None:
     settings = (clone.root / "params.yaml").read_text()
     clone.set("evaluate", revision="0" * 64)
