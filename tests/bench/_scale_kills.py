@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -20,7 +20,7 @@ RATE, STREAMS, LONG = 20.0, 3, 160
 GROUPS, SAMPLING = 24, Sampling(group_size=8, max_tokens=48, seed=5)
 JUDGED = {"weight": 0.5, "min_units": 20, "margin": 0.2}
 # How a canary must end that its users reject, and one that they like as well.
-CANARIES = (("rolled_back", False), ("promoted", True))
+ENDS = (("rolled_back", False), ("promoted", True))
 # Canary's answers before the kill.
 BEFORE = 5
 
@@ -81,21 +81,20 @@ def home_of(cluster: Cluster, crowd: Crowd, policy: str) -> Host:
     return next(host for host in cluster.engines if host.url.endswith(f":{port}"))
 
 
-def kills(cluster: Cluster, crowd: Crowd, is_long: bool) -> dict[str, list[float]]:
-    """Judge a bad canary, and a good one if there is time, while its engine is killed, and on one engine."""
+def kills(
+    cluster: Cluster, crowd: Crowd, ends: Sequence[tuple[str, bool]] = ENDS[:1], joins: bool = True
+) -> dict[str, list[float]]:
+    """Judge canaries while the engine that answers them is killed, and then on the other engine alone.
+
+    `joins`: the first one that was killed comes back while a release runs.
+    """
     champion, *canaries = cluster.publish("judged", 5)
-    cluster.publish("joining", 2)
+    cluster.publish("joining", 1)
     verdicts, asked, joined = [], list[Asked](), dict[str, list[float]]()
-    for number, (wanted, is_good) in enumerate(CANARIES[: 1 + is_long]):
+    for number, (wanted, is_good) in enumerate(ends):
         victim = home_of(cluster, crowd, "judged")
         two = judge(cluster, crowd, cluster.url, canaries[2 * number], is_good, victim)
         asked += two.asked
-        # The second time it comes back while nothing is released.
-        if number == 0:
-            joined = join(cluster, crowd, victim)
-        else:
-            victim.start()
-            wait_for(victim.is_ready, "it to be ready again", START_S)
         other = next(host for host in cluster.engines if host is not victim)
         reset(cluster, champion)
         one = judge(cluster, crowd, other.url, canaries[2 * number + 1], is_good, None)
@@ -104,6 +103,11 @@ def kills(cluster: Cluster, crowd: Crowd, is_long: bool) -> dict[str, list[float
             f"  with a kill: {two.state}: {two.reason}\n  one engine: {one.state}: {one.reason}", flush=True
         )
         verdicts.append(two.state == one.state == wanted)
+        if joins and number == 0:
+            joined = join(cluster, crowd, victim)
+        else:
+            victim.start()
+            wait_for(victim.is_ready, "it to be ready again", START_S)
     whole = [one for one in asked if not one.is_stream]
     streams = [one for one in asked if one.is_stream]
     for one in [one for one in whole if one.fault][:5]:

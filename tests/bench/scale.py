@@ -25,7 +25,7 @@ from _run import Run, options, start
 from _scale_backup import backups
 from _scale_cluster import Cluster, cluster, wait_for
 from _scale_front import faults, throughput
-from _scale_kills import failover, kills, rollouts, started_s
+from _scale_kills import ENDS, failover, kills, rollouts, started_s
 from _scale_releases import promotions, rollbacks, unloadable
 from _scale_upgrade import upgrade
 from _scale_users import Crowd
@@ -67,7 +67,7 @@ def scenarios(site: Cluster, crowd: Crowd, repeats: int, is_long: bool) -> dict[
         "upgrade": lambda: upgrade(site, crowd),
         "releases": lambda: releases(site, crowd, repeats, is_long),
         "rollback": lambda: rollbacks(site, crowd, repeats),
-        "kills": lambda: kills(site, crowd, is_long),
+        "kills": lambda: kills(site, crowd, ENDS[: 1 + is_long]),
         "rollouts": lambda: rollouts(site),
         "failover": lambda: failover(site, started_s(site)),
         "throughput": lambda: throughput(site, 2 * repeats),

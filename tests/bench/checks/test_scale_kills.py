@@ -1,0 +1,27 @@
+"""An engine that is killed in the middle of a canary, and a controller, with two engines behind HAProxy."""
+
+from typing import Any
+
+import pytest
+
+from engine.settings.params import Params
+from tests.helpers.bench_files import load
+
+pytestmark = [pytest.mark.services, pytest.mark.heavy(minutes=1)]
+
+
+def test_a_killed_engine_and_a_killed_controller_are_no_users_fault(
+    tiny_base: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale = load("scale", monkeypatch)
+    given = Params.model_validate({"state_dir": str(tmp_path), "base": {"name": str(tiny_base)}})
+    figures = scale.record.Figures()
+    with scale.cluster(given, tmp_path) as site, scale.Crowd(site.key) as crowd:
+        scale.take(figures, scale.kills(site, crowd, joins=False))
+        scale.take(figures, scale.failover(site, scale.started_s(site)))
+        scale.take(figures, scale.observations(site, crowd))
+    # How soon the controller is back is the machine's matter.
+    bounds = {name: bound for name, bound in scale.BOUNDS.items() if name != "failover_share"}
+    assert scale.record.sentences(figures, bounds, "missed") == []
+    assert figures.values["requests"] > 0
+    assert figures.values["answers"] > 0
