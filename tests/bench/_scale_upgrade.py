@@ -5,15 +5,15 @@ from collections.abc import Sequence
 
 import httpx
 from _scale_cluster import START_S, Cluster, Host, wait_for
-from _scale_kills import started_s, users
+from _scale_kills import LONG, started_s, users
 from _scale_releases import asked_of
 from _scale_users import Asked, Crowd
 
 from engine.catalog.catalog import migrate
 
 POLICIES, RATE = 4, 5.0
-# Streams of each way at the engine that stops; they outlast `NOTICED_S`.
-STREAMS, TOKENS = 6, 400
+# Streams of each way at the engine that stops.
+STREAMS = 6
 # In which HAProxy has seen that an engine drains: two checks.
 NOTICED_S = 1.5
 
@@ -64,16 +64,16 @@ def replace_under_load(
     cluster: Cluster, crowd: Crowd, host: Host, policies: Sequence[str], drains: bool
 ) -> tuple[list[Asked], float]:
     """Stop an engine amid streams and start it as this version; return them, and how long the stop took."""
-    flows = [
-        crowd.once(url, policies[number % POLICIES], f"s{number}", TOKENS, is_stream=True)
-        for number in range(STREAMS)
-        for url in (cluster.url, host.url)
-    ]
-    wait_for(lambda: all(flow.asked and flow.asked[0].got for flow in flows), "the streams")
     if drains:
         headers = {"authorization": f"Bearer {cluster.key}"}
         httpx.post(f"{host.url}/graftwork/drain", headers=headers, timeout=10).raise_for_status()
         time.sleep(NOTICED_S)
+    flows = [
+        crowd.once(url, policies[number % POLICIES], f"s{number}", LONG, is_stream=True)
+        for number in range(STREAMS)
+        for url in (cluster.url, host.url)
+    ]
+    wait_for(lambda: all(flow.asked and flow.asked[0].got for flow in flows), "the streams", every_s=0.01)
     under_way = sum(not flow.asked[0].ended for flow in flows)
     if not under_way:
         raise RuntimeError("Every stream had ended before the engine was stopped.")
