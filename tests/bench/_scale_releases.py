@@ -82,7 +82,9 @@ def promotions(cluster: Cluster, crowd: Crowd, repeats: int) -> dict[str, list[f
 
 def unloadable(cluster: Cluster, crowd: Crowd) -> dict[str, list[float]]:
     """Release a revision that the second engine cannot fetch; return whether it is named, and faults."""
-    _, canary = cluster.publish("unloadable", 2)
+    cluster.publish("unloadable", 1)
+    # In a segment of its own.
+    (canary,) = cluster.publish("unloadable", 1, champion=False)
     second = cluster.engines[1]
     id = next(row.id for row in cluster.catalog.replicas.all() if row.url == second.url)
     cluster.s3[1].gone.add(cluster.catalog.revisions.get("unloadable", cluster.digest(canary)).segment)
