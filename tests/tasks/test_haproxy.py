@@ -119,6 +119,34 @@ def test_a_cut_stream_is_an_error_of_its_client(site: Site) -> None:
         site.ask("sums", stream=True)
 
 
+def test_a_streams_first_token_is_not_held_back(site: Site) -> None:
+    release = threading.Event()
+
+    def held(handler: Handler) -> None:
+        handler.send_response(200)
+        handler.send_header("transfer-encoding", "chunked")
+        handler.end_headers()
+        handler.wfile.write(b"5\r\nfirst\r\n")
+        handler.wfile.flush()
+        release.wait(20)
+        handler.wfile.write(b"4\r\nlast\r\n0\r\n\r\n")
+
+    for fake in site.fakes:
+        fake.answers = held
+    waited = []
+    # The kernel holds small packets for 0.2 s where HAProxy lets it.
+    for _ in range(5):
+        release.clear()
+        began = time.monotonic()
+        with site.client.stream("POST", "/v1/completions", json={"model": "sums"}) as response:
+            pieces = response.iter_bytes()
+            assert next(pieces) == b"first"
+            waited.append(time.monotonic() - began)
+            release.set()
+            assert b"".join(pieces) == b"last"
+    assert min(waited) < 0.1
+
+
 def test_an_engine_that_is_not_ready_gets_no_request(site: Site) -> None:
     home = site.home("sums")
     home.is_ready = False
