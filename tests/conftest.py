@@ -190,9 +190,9 @@ def schema_once() -> Iterator[None]:
     """
     migrations, statements = catalog_module.upgrade, list[str]()
 
-    def upgrade(connection: Connection) -> None:
+    def upgrade(connection: Connection, migrates: bool = True) -> None:
         if connection.dialect.name != "sqlite" or inspect(connection).get_table_names():
-            return migrations(connection)
+            return migrations(connection, migrates)
         if not statements:
             migrations(connection)
             raw = cast(sqlite3.Connection, connection.connection.driver_connection)

@@ -83,6 +83,20 @@ def unrecorded(connection: Connection, action: str, subject: str, before: Values
     """Record nothing of a change."""
 
 
+def schema_of(row: Sequence[str] | None) -> tuple[str, str]:
+    """Return a catalog's schema by its row of `alembic_version`, and the oldest whose code may use it.
+
+    Before 0016 no row says that: only code of the same schema does.
+    """
+    version, *since = row or ("none",)
+    return version, since[0] if since else version
+
+
+def is_usable(version: str, since: str) -> bool:
+    """Say whether this code may use a catalog of a schema that may be used since another one."""
+    return since <= SCHEMA_VERSION <= version
+
+
 def schema_fault(label: str, version: str) -> str:
     """Return what is wrong with a catalog of another schema than this code's, and what to do."""
     sentence = f"The catalog {label} has schema {version}, this code needs {SCHEMA_VERSION}."
@@ -93,7 +107,10 @@ def schema_fault(label: str, version: str) -> str:
         )
     if version < OLDEST_SCHEMA:
         return f"{sentence} {UPGRADE_FIRST}"
-    return f"{sentence} Start an engine or the controller of this version once: it migrates the catalog."
+    return (
+        f"{sentence} Run `graftwork migrate` once, or start the controller of this version: it migrates the "
+        "catalog."
+    )
 
 
 class Access:
@@ -125,7 +142,7 @@ class Access:
         self.mark = "?" if self.is_sqlite else "%s"
         self.watch, self._reader = self._connect(), self._connect()
         self._reading = threading.Lock()
-        self._check_schema()
+        self.schema = self._checked_schema()
 
     def close(self) -> None:
         """Close all connections."""
@@ -209,8 +226,8 @@ class Access:
             fault = f"The catalog {self.label} did not answer within {took_s:.1f} s. It is asked again soon."
             self._silent = time.monotonic() + min(SILENT_MOST_S, took_s), fault
 
-    def _check_schema(self) -> None:
-        query = "SELECT version_num FROM alembic_version"
+    def _checked_schema(self) -> str:
+        query = "SELECT * FROM alembic_version"
         try:
             if self.watch:
                 row = self.watch.execute(query).fetchone()
@@ -221,9 +238,10 @@ class Access:
             raise ServiceError(f"The catalog {self.label} cannot be read: {error.orig}.") from error
         except (sqlite3.DatabaseError, DatabaseError) as error:
             raise ConfigError(f"{self.label} is not a catalog of Graftwork: {error}.") from None
-        version = row[0] if row else "none"
-        if version != SCHEMA_VERSION:
+        version, since = schema_of(row)
+        if not is_usable(version, since):
             raise ConfigError(schema_fault(self.label, version))
+        return version
 
     # Rows
 

@@ -80,13 +80,14 @@ __all__ = [
 ]
 
 
-def migrate(url: str) -> None:
+def migrate(url: str, even_shared: bool = True) -> None:
     """Create the catalog or migrate it to the newest schema; safe in several processes at once.
 
-    Raises `ServiceError` when its disk is full or read-only, or the database does not answer.
+    One in Postgres, which other versions may share, is only created unless `even_shared`. Raises
+    `ServiceError` when its disk is full or read-only, or the database does not answer.
     """
     try:
-        _migrate(url)
+        _migrate(url, even_shared)
     except (OSError, OperationalError) as error:
         reason = error.strerror if isinstance(error, OSError) else error.orig
         raise ServiceError(
@@ -95,10 +96,10 @@ def migrate(url: str) -> None:
         ) from None
 
 
-def _migrate(url: str) -> None:
+def _migrate(url: str, even_shared: bool) -> None:
     path = sqlite_path(url)
     if path is None:
-        _upgrade(url)
+        _upgrade(url, even_shared)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
@@ -110,10 +111,10 @@ def _migrate(url: str) -> None:
         _upgrade(url)
 
 
-def _upgrade(url: str) -> None:
+def _upgrade(url: str, migrates: bool = True) -> None:
     engine = open_engine(url)
     with engine.execution_options(write=True).begin() as connection:
-        upgrade(connection)
+        upgrade(connection, migrates)
     engine.dispose()
 
 

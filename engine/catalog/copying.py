@@ -15,9 +15,10 @@ from sqlalchemy import Connection, Table, inspect, literal, select, text, update
 from sqlalchemy.exc import DatabaseError
 
 from engine.catalog import tables
-from engine.catalog.access import Access, database, open_engine, sqlite_path
+from engine.catalog.access import Access, database, open_engine, schema_fault, sqlite_path
 from engine.catalog.catalog import upgrade
-from engine.errors import Conflict, ServiceError
+from engine.catalog.records import SCHEMA_VERSION
+from engine.errors import ConfigError, Conflict, ServiceError
 from engine.files import replacing
 
 # Rows read and written at a time.
@@ -61,7 +62,7 @@ def snapshot(url: str, target: Path, on_rows: OnRows = silent) -> None:
     """
     source = sqlite_path(url)
     if source is None:
-        copy_catalog(url, f"sqlite:///{target}", on_rows)
+        copy_catalog(url, f"sqlite:///{target}", on_rows, known_alone=True)
         return
     copy_sqlite(source, target)
     with closing(sqlite3.connect(target, isolation_level=None)) as copy:
@@ -70,18 +71,22 @@ def snapshot(url: str, target: Path, on_rows: OnRows = silent) -> None:
             copy.execute(f"DELETE FROM {table}")
 
 
-def copy_catalog(source: str, target: str, on_rows: OnRows = silent) -> dict[str, int]:
+def copy_catalog(
+    source: str, target: str, on_rows: OnRows = silent, known_alone: bool = False
+) -> dict[str, int]:
     """Copy a catalog's rows into an empty database; return their number by table.
 
     `on_rows` is called with a table and how many of its rows are there. The source is read as of one moment,
     so others may go on writing to it. The target is written in one transaction: after a crash it is as empty
-    as before.
+    as before. Of a newer schema the copy has what this version knows, if `known_alone` allows that.
 
     Raises `Conflict` when the target holds a catalog, `NotFound` or `ConfigError` when the source holds none
     of this version, `ServiceError` when a database does not answer or is full.
     """
     file = sqlite_path(target)
     with closing(Access(source)) as old:
+        if old.schema > SCHEMA_VERSION and not known_alone:
+            raise ConfigError(schema_fault(old.label, old.schema))
         if file is None:
             return _fill(old, target, on_rows)
         file.parent.mkdir(parents=True, exist_ok=True)

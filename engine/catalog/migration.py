@@ -2,12 +2,13 @@
 
 import secrets
 import uuid
+from typing import Any
 
-from sqlalchemy import Connection, inspect
+from sqlalchemy import Connection, Row, inspect
 
 from engine.catalog import tables
-from engine.catalog.access import schema_fault
-from engine.catalog.records import OLDEST_SCHEMA, SCHEMA_VERSION
+from engine.catalog.access import is_usable, schema_fault, schema_of
+from engine.catalog.records import OLDEST_SCHEMA, SCHEMA_VERSION, USABLE_SINCE
 from engine.errors import ConfigError
 
 SAID = "entries of the audit log are never changed"
@@ -29,7 +30,8 @@ BESIDE = {
 }
 VERSIONS = (
     "CREATE TABLE alembic_version "
-    "(version_num VARCHAR(32) NOT NULL, CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num))"
+    "(version_num VARCHAR(32) NOT NULL, usable_since VARCHAR(32), "
+    "CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num))"
 )
 # What a version adds to tables that the one before has. New tables come from `tables` and need no line.
 ADDED = {
@@ -42,32 +44,38 @@ ADDED = {
         "ALTER TABLE releases ADD COLUMN approvals JSON DEFAULT '[]' NOT NULL",
         "ALTER TABLE releases ADD COLUMN pauses JSON DEFAULT '[]' NOT NULL",
     ),
+    "0016": ("ALTER TABLE alembic_version ADD COLUMN usable_since VARCHAR(32)",),
 }
 
 
-def upgrade(connection: Connection) -> None:
+def upgrade(connection: Connection, migrates: bool = True) -> None:
     """Create the tables or bring them to the newest schema, in a write transaction of the caller.
 
-    Raises `ConfigError` for a schema of a newer version, or of one that is too old for this step.
+    A newer schema that this code may use stays as it is, and so does an older one unless this `migrates`.
+    Raises `ConfigError` for another newer one, or one that is too old for this step.
     """
-    database_version = _version(connection)
-    if database_version is None:
+    row = _schema_row(connection)
+    if row is None:
         _create(connection)
-    elif database_version > SCHEMA_VERSION or database_version < OLDEST_SCHEMA:
+        return
+    database_version, since = schema_of(row)
+    if is_usable(database_version, since):
+        return
+    if database_version > SCHEMA_VERSION or database_version < OLDEST_SCHEMA:
         raise ConfigError(schema_fault(str(connection.engine.url.database), database_version))
-    elif database_version < SCHEMA_VERSION:
+    if migrates:
         tables.metadata.create_all(connection)
         for version in sorted(ADDED):
             if version > database_version:
                 _execute(connection, ADDED[version])
-        connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{SCHEMA_VERSION}'")
+        marks = f"version_num = '{SCHEMA_VERSION}', usable_since = '{USABLE_SINCE}'"
+        connection.exec_driver_sql(f"UPDATE alembic_version SET {marks}")
 
 
-def _version(connection: Connection) -> str | None:
+def _schema_row(connection: Connection) -> Row[Any] | None:
     if not inspect(connection).has_table("alembic_version"):
         return None
-    version = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
-    return None if version is None else str(version)
+    return connection.exec_driver_sql("SELECT * FROM alembic_version").first()
 
 
 def _create(connection: Connection) -> None:
@@ -76,7 +84,8 @@ def _create(connection: Connection) -> None:
     _execute(connection, BESIDE[connection.dialect.name])
     identity = {"id": uuid.uuid4().hex, "secret": secrets.token_hex(32)}
     connection.execute(tables.catalog.insert(), identity)
-    _execute(connection, (VERSIONS, f"INSERT INTO alembic_version VALUES ('{SCHEMA_VERSION}')"))
+    marks = f"'{SCHEMA_VERSION}', '{USABLE_SINCE}'"
+    _execute(connection, (VERSIONS, f"INSERT INTO alembic_version VALUES ({marks})"))
 
 
 def _execute(connection: Connection, statements: tuple[str, ...]) -> None:

@@ -12,10 +12,11 @@ def whole_catalog(url: str) -> Catalog:
 
 
 def open_catalog(paths: Paths, migrated: bool = False) -> Catalog:
-    """Open an installation's catalog; `migrated` creates it or migrates it to the newest schema first.
+    """Open an installation's catalog; `migrated` creates it first, or migrates it where it is a file.
 
-    Raises what `Catalog` raises, and with `migrated` what `migrate` does.
+    One in Postgres is migrated by the controller and `graftwork migrate` alone, since engines of the version
+    before may share it. Raises what `Catalog` raises, and with `migrated` what `migrate` does.
     """
     if migrated:
-        migrate(paths.catalog_url)
+        migrate(paths.catalog_url, even_shared=False)
     return whole_catalog(paths.catalog_url)

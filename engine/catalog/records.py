@@ -13,8 +13,9 @@ from engine.base.text_files import text_digest
 from engine.errors import Forbidden
 from engine.settings.params import DIGEST12
 
-# That of engine/catalog/tables.py, and the oldest one that migration.py brings to it.
-SCHEMA_VERSION, OLDEST_SCHEMA = "0015", "0010"
+# That of engine/catalog/tables.py, the oldest one that migration.py brings to it, and the oldest one whose
+# code may use it: what came since has only added tables and columns, which that code leaves alone.
+SCHEMA_VERSION, OLDEST_SCHEMA, USABLE_SINCE = "0016", "0010", "0016"
 # Values of `Revision.state`; a row holds the index.
 STATES = ("snapshot", "exported")
 # A release's verdicts, each with its final state; and the reverse.

@@ -239,6 +239,11 @@ def start(
         _check_ports(params, chosen)
         check_base(params, chosen)
         _set_aside_unfinished(paths)
+        if params.catalog.url and any(service.name == "controller" for service in chosen):
+            from engine.catalog.catalog import migrate
+
+            # Whoever runs the controller migrates what is shared, before an engine of this version looks.
+            migrate(params.paths.catalog_url)
         try:
             _start_programs(params, chosen, supervisor, build_base, report, owner)
             wait_healthy(params, report)

@@ -12,7 +12,7 @@ import typer
 from engine.catalog.records import served_name
 from engine.errors import ConfigError
 from engine.services import lifecycle as services
-from flows.entry import PARAMS, ParamsFile, enter
+from flows.entry import PARAMS, Json, ParamsFile, enter, print_done
 from tasks.deployments import install
 from tasks.outcome import Stages
 from tasks.stuck_runs import free_stuck
@@ -63,6 +63,22 @@ def start(
         for dead in free_stuck(settings, now, started=now):
             typer.echo(f"Ended: {dead}.")
     os.execve(command[0], command, environment)
+
+
+@app.command(rich_help_panel=SERVE)
+def migrate(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
+    """Create the catalog or migrate it to this version's schema, before services of this version start.
+
+    A catalog of a newer version that this one may use stays as it is.
+    """
+    settings = enter(params)
+    from engine.catalog.catalog import migrate as migrate_catalog
+    from engine.catalog.opening import open_catalog
+
+    migrate_catalog(settings.paths.catalog_url)
+    with open_catalog(settings.paths) as catalog:
+        schema = catalog.access.schema
+    print_done(as_json, f"The catalog has schema {schema}.", schema=schema)
 
 
 @app.command(rich_help_panel=SERVE)

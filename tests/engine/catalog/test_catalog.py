@@ -112,7 +112,7 @@ def test_a_table_that_is_gone_is_a_fault_of_the_catalog(catalog: Catalog, catalo
 
 def test_another_schema_version_is_refused(catalog_url: str) -> None:
     with closing_connection(catalog_url, write=True) as connection:
-        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999', usable_since = '9999'")
     with pytest.raises(ConfigError, match="schema 9999"):
         Catalog(catalog_url)
 

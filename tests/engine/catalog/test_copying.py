@@ -188,7 +188,7 @@ def test_a_source_that_is_none_is_refused(sqlite_catalog_url: str, tmp_path: Pat
     with pytest.raises(NotFound, match="no catalog"):
         copy_catalog(f"sqlite:///{tmp_path}/nowhere.db", target)
     with closing(sqlite3.connect(tmp_path / "catalog.db")) as connection, connection:
-        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+        connection.execute("UPDATE alembic_version SET version_num = '9999', usable_since = '9999'")
     with pytest.raises(ConfigError, match="has schema 9999"):
         copy_catalog(sqlite_catalog_url, target)
     assert not (tmp_path / "target.db").exists()
