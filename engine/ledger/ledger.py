@@ -49,7 +49,7 @@ class Ledger:
     """The ledger's one writer, for one thread at a time. `columns` holds the types of each table's columns.
 
     Raises `Conflict` when another process has the file open, `ConfigError` when the file comes
-    from a newer version.
+    from a newer version that did more than add to it.
     """
 
     def __init__(self, path: Path | str):
@@ -234,13 +234,6 @@ def _put_aside(path: Path, rejected: Path, lines: list[bytes]) -> None:
         draft.unlink(missing_ok=True)
 
 
-def create(path: Path) -> None:
-    """Write an empty ledger of the newest schema."""
-    connection = _connect(path)
-    _migrate(connection, path)
-    connection.close()
-
-
 def open_snapshot(path: Path) -> duckdb.DuckDBPyConnection:
     """Open the readers' copy, some seconds old; `NotFound` when there is none."""
     if not path.is_file():
@@ -276,6 +269,10 @@ def _migrate(connection: duckdb.DuckDBPyConnection, path: Path) -> None:
     schema = row[0] if row else 0
     files = {int(file.name[:4]): file for file in MIGRATIONS.glob("*.sql")}
     if schema > max(files):
+        # A newer version has written it, after a rollback of this one.
+        row = connection.execute("SELECT max(usable_since) FROM migrations").fetchone()
+        if row and row[0] is not None and row[0] <= max(files):
+            return
         raise ConfigError(
             f"The ledger {path} has schema {schema}, newer than this code's {max(files)}. Upgrade Graftwork."
         )
@@ -284,7 +281,7 @@ def _migrate(connection: duckdb.DuckDBPyConnection, path: Path) -> None:
     for version in sorted(number for number in files if number > schema):
         connection.begin()
         connection.execute(files[version].read_text())
-        connection.execute("INSERT INTO migrations VALUES (?, ?)", [version, time.time()])
+        connection.execute('INSERT INTO migrations (version, "at") VALUES (?, ?)', [version, time.time()])
         connection.commit()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import duckdb
 
 from engine.files import sync, write_whole
-from engine.ledger.ledger import OF_ANSWERS, Ledger, create, table_columns
+from engine.ledger.ledger import OF_ANSWERS, Ledger, table_columns
 from engine.ledger.spool import REJECTED, read_lines
 
 FRESH = ".fresh"
@@ -51,14 +51,18 @@ class Removal:
 
         The snapshot must be of the file that is the ledger until the switch: rows are told by their numbers.
         """
-        if not self._until:
+        begins = not self._until
+        if begins:
             self._remove_leftovers()
-            create(self._fresh)
         # One thread: the others stay the loop's. Large sorts go to the disk beside the file.
         spilled = str(self._spilled())
         with closing(duckdb.connect(config={"threads": 1, "temp_directory": spilled})) as connection:
             connection.execute(f"ATTACH '{_quoted(self._fresh)}' AS fresh")
             connection.execute(f"ATTACH '{_quoted(snapshot)}' AS source (READ_ONLY)")
+            if begins:
+                # A version that was rolled back keeps the tables that a newer one has added.
+                connection.execute("COPY FROM DATABASE source TO fresh (SCHEMA)")
+                connection.execute("INSERT INTO fresh.migrations FROM source.migrations")
             connection.execute("USE source")
             self._copy_rows(connection)
             connection.execute("CHECKPOINT fresh")

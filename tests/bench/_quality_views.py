@@ -11,7 +11,7 @@ from pathlib import Path
 
 import duckdb
 
-from engine.ledger.ledger import create
+from engine.ledger.ledger import Ledger
 
 POLICIES, POLICY, TRIES = 1000, "policy-7", 3
 NOTED = "'0.1.0+g0123456789ab' AS code_version, sha256('engine') AS config_hash"
@@ -77,7 +77,7 @@ def build(directory: Path, revisions: int, scores: int) -> Path:
     if not path.exists():
         draft = path.with_suffix(".draft")
         draft.unlink(missing_ok=True)
-        create(draft)
+        Ledger(draft).close()
         with closing(duckdb.connect(str(draft))) as ledger:
             for table, query in FILL.items():
                 known = {"revisions": revisions} | ({"scores": scores} if "$scores" in query else {})

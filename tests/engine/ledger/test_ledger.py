@@ -270,8 +270,8 @@ def test_a_ledger_held_by_somebody_else_is_a_sentence(tmp_path: Path) -> None:
     Ledger(path).close()
 
 
-def test_a_ledger_of_a_newer_version_is_refused(tmp_path: Path, ledger: Ledger) -> None:
-    ledger.connection.execute("INSERT INTO migrations VALUES (9999, 0)")
+def test_a_ledger_that_a_newer_version_did_more_to_is_refused(tmp_path: Path, ledger: Ledger) -> None:
+    ledger.connection.execute("INSERT INTO migrations VALUES (9999, 0, 9999)")
     ledger.close()
     with pytest.raises(ConfigError, match="schema 9999"):
         Ledger(tmp_path / "ledger.duckdb")
