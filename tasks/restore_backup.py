@@ -1,7 +1,9 @@
 """Restores a backup as a new installation: into an empty state directory, on this machine or another.
 
 All is written beside the state directory and renamed at the end; a catalog in Postgres is filled in one
-transaction before that. What a kill leaves is used by the next restore of the same backup.
+transaction before that. A state directory that exists may be a mount point, which cannot be replaced: then
+all is written inside of it, in a folder whose presence keeps every process from the catalog until all has
+been moved out. What a kill leaves is used by the next restore of the same backup.
 
 It begins with what it undoes: a backup is older than the decisions that were made after it.
 """
@@ -101,12 +103,12 @@ def restore_backup(
     tell(meaning(name, manifest.created_at, revoke_all_keys))
     _tell_undone(params, place, manifest, compare_with, tell)
     state_dir = params.state_dir
-    if state_dir.exists() and any(state_dir.iterdir()):
+    if _held(params) and not params.paths.restoring.is_dir():
         raise Conflict(
             f"The state directory {state_dir} is not empty, and a restore writes over nothing. Nothing was "
             "changed. Set another `state_dir`, or move it away."
         )
-    with _draft_of(state_dir, f"{place.address}/{name}", manifest) as (draft, goes_on):
+    with _draft_of(params, f"{place.address}/{name}", manifest) as (draft, goes_on):
         done = _Progress(sum(file.size for file in manifest.files), on_bytes)
         files = {kind: _of_kind(manifest, kind) for kind in FOLDERS}
         _refuse_other_suites(params, files["suites"])
@@ -119,13 +121,11 @@ def restore_backup(
         _bring_suites(params, place, files["suites"], done)
         revoked = _bring_catalog(params, place, name, draft, goes_on, revoke_all_keys)
         try:
-            # Over an empty directory, or none: the installation is there at once.
-            draft.rename(state_dir)
-            sync(state_dir.parent)
+            _appear(draft, state_dir)
         except OSError as error:
             raise ServiceError(
-                f"{draft} could not be renamed to {state_dir}: {error.strerror}. A mount point cannot be "
-                "replaced: set `state_dir` to a directory below it, and restore again."
+                f"{draft} could not be renamed to {state_dir}: {error.strerror}. Run the restore again: it goes "
+                "on where it stopped."
             ) from None
     return RestoreResult(
         place.address, name, str(state_dir), len(manifest.files), done.size, manifest.mlflow, revoked
@@ -218,21 +218,46 @@ def _of_kind(manifest: BackupManifest, kind: str) -> dict[str, StoredFile]:
     return files_inside
 
 
+def _held(params: Params) -> list[Path]:
+    """Return what a state directory holds, beside what an empty one may: its suites, a disk's lost+found."""
+    root = params.state_dir
+    free = {root / "lost+found", params.paths.restoring, params.suites_dir, *params.suites_dir.parents}
+    return [path for path in root.iterdir() if path not in free] if root.is_dir() else []
+
+
+def _appear(draft: Path, state_dir: Path) -> None:
+    """Make the installation visible at once: by one rename, or by the end of the folder it was written in."""
+    if draft.parent == state_dir:
+        for path in list(draft.iterdir()):
+            path.rename(state_dir / path.name)
+        sync(state_dir)
+        draft.rmdir()
+    else:
+        draft.rename(state_dir)
+    sync(draft.parent)
+
+
 @contextmanager
-def _draft_of(state_dir: Path, backup: str, manifest: BackupManifest) -> Iterator[tuple[Path, bool]]:
+def _draft_of(params: Params, backup: str, manifest: BackupManifest) -> Iterator[tuple[Path, bool]]:
     """Yield the directory that becomes `state_dir`, and whether a restore of this backup began in it before.
 
     Then it holds whole files alone.
 
     Raises `Conflict` while another restore runs there, or when the directory is not one of a restore.
     """
-    draft = state_dir.with_name(f"{state_dir.name}.restoring")
+    state_dir = params.state_dir
+    beside = state_dir.with_name(f"{state_dir.name}.restoring")
+    draft = params.paths.restoring if state_dir.is_dir() else beside
     marker = draft / MARKER
     names = {MARKER, f"store/{CATALOG_ID}"} | {file.name.removeprefix("state/") for file in manifest.files}
     draft.mkdir(mode=0o700, parents=True, exist_ok=True)
     with alone_in(draft) as is_alone:
         if not is_alone:
             raise Conflict(f"Another restore to {state_dir} is running. Wait for its end.")
+        for path in _held(params):
+            # What was moved out before a kill.
+            if path.name in {name.partition("/")[0] for name in names}:
+                path.rename(draft / path.name)
         if any(draft.iterdir()) and not marker.is_file():
             raise Conflict(f"{draft} is in the way, and no restore has made it. Move it away.")
         goes_on = marker.is_file() and json.loads(marker.read_text())["backup"] == backup

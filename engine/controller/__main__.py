@@ -16,7 +16,7 @@ from engine.backup.ledger_archive import Archiver
 from engine.backup.place import BackupPlace
 from engine.catalog.catalog import Catalog, migrate
 from engine.catalog.fleet import Fleet
-from engine.catalog.opening import open_catalog, whole_catalog
+from engine.catalog.opening import open_catalog, refuse_unfinished, whole_catalog
 from engine.clients.http_client import connect
 from engine.clients.prefect import PrefectLogin
 from engine.controller.api import build_app
@@ -91,6 +91,7 @@ def work_beside(controller: Controller) -> list[PeriodicThread]:
 def serve(params: Params) -> None:
     """Run the controller until SIGTERM or SIGINT; raises the error that stopped its loop, if any."""
     listener = bind(params.listener("controller"), "controller")
+    refuse_unfinished(params.paths)
     migrate(params.paths.catalog_url)
     # The holder is not the process id: after a kill, the next controller of this state directory renews the
     # lease at once. The ledger's lock and the lease's fence exclude the old process.

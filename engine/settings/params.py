@@ -304,6 +304,8 @@ class Paths:
         self.credentials = root / "credentials"
         self.clock = root / "clock.json"
         self.cores = root / "cores"
+        # Of a restore into a directory that cannot be replaced, while it is under way.
+        self.restoring = root / ".restoring"
 
     def revision(self, policy: str, digest: str) -> Path:
         """Return the directory of an exported revision."""

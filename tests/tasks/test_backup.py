@@ -27,7 +27,7 @@ from engine.backup.place import BackupPlace
 from engine.catalog.audit import Audit
 from engine.catalog.catalog import Policy
 from engine.catalog.leases import BACKUP
-from engine.catalog.opening import whole_catalog
+from engine.catalog.opening import open_catalog, whole_catalog
 from engine.catalog.records import AuditEntry
 from engine.catalog.revision_rows import location
 from engine.clients.controller import ControllerClient
@@ -669,6 +669,46 @@ def test_a_restore_writes_over_nothing(params: Params, tmp_path: Path) -> None:
     there.state_dir.mkdir()
     restore_backup(there, kept)
     assert content(there) == content(params)
+
+
+def restore_until(params: Params, kept: str, moves: int) -> None:
+    """Restore in a child that is killed when so much has been moved to its place."""
+    rename, done = Path.rename, []
+
+    def counted(self: Path, target: Path) -> Path:
+        if self.parent == params.paths.restoring:
+            done.append(self)
+            if len(done) > moves:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return rename(self, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rename", counted)
+        child = multiprocessing.get_context("fork").Process(target=restore_backup, args=(params, kept))
+        child.start()
+        child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+
+
+def test_a_mount_point_is_restored_into_at_once_or_not_at_all(params: Params, tmp_path: Path) -> None:
+    """It is neither replaced nor written beside; what a new disk and the suites have there may be there."""
+    kept = str(tmp_path / "kept")
+    backup(params, kept)
+    for moves in (0, 1, 4):
+        volume = tmp_path / f"volume-{moves}"
+        (volume / "lost+found").mkdir(parents=True)
+        there = Params(state_dir=volume, suites_dir=volume / "suites", trainer={"port": free_port()})
+        is_same, beside = volume.stat().st_ino, set(tmp_path.iterdir())
+        restore_until(there, kept, moves)
+        with pytest.raises(Conflict, match=r"restore.*again"):
+            open_catalog(there.paths, migrated=True)
+        restore_backup(there, kept)
+        assert content(there) == content(params)
+        open_catalog(there.paths).close()
+        assert not there.paths.restoring.exists()
+        assert (volume.stat().st_ino, set(tmp_path.iterdir())) == (is_same, beside)
+        with pytest.raises(Conflict, match="is not empty"):
+            restore_backup(there, kept)
 
 
 def test_the_commands_say_what_they_did(params: Params, tmp_path: Path) -> None:
