@@ -189,6 +189,8 @@ def _copy_databases(params: Params, staging: Path, writer: BackupWriter) -> str:
     snapshot(paths.catalog_url, catalog)
     if params.mlflow.backend:
         mlflow = "not in the backup, since `mlflow.backend` is set: back that database up by its own means"
+    elif params.mlflow.at:
+        mlflow = "not in the backup, since MLflow runs elsewhere: back its database up by its own means"
     elif paths.mlflow_db.is_file() and (paths.root / MLFLOW_FINISHED).is_file():
         copy_sqlite(paths.mlflow_db, staging / "mlflow.db")
         with closing(sqlite3.connect(catalog)) as copy:

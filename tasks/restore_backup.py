@@ -124,8 +124,8 @@ def restore_backup(
             _appear(draft, state_dir)
         except OSError as error:
             raise ServiceError(
-                f"{draft} could not be renamed to {state_dir}: {error.strerror}. Run the restore again: it goes "
-                "on where it stopped."
+                f"{draft} could not be renamed to {state_dir}: {error.strerror}. Run the restore again: it "
+                "goes on where it stopped."
             ) from None
     return RestoreResult(
         place.address, name, str(state_dir), len(manifest.files), done.size, manifest.mlflow, revoked

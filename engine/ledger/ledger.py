@@ -254,12 +254,13 @@ def _connect(path: Path) -> duckdb.DuckDBPyConnection:
     try:
         return duckdb.connect(str(path))
     except duckdb.IOException as error:
-        holder = re.search(r"held in (\S+) \(PID (\d+)\)", str(error))
+        holder = re.search(r"held in (?:(\S+) \()?PID (\d+)", str(error))
         if not holder:
             raise
+        # In another container's processes nobody looks.
+        who = f"process {holder[2]} ({holder[1]})" if holder[1] else "a process of another container"
         raise Conflict(
-            f"The ledger {path} is held by process {holder[2]} ({holder[1]}). "
-            "End that process, or read the snapshot beside it instead."
+            f"The ledger {path} is held by {who}. End that process, or read the snapshot beside it instead."
         ) from None
 
 

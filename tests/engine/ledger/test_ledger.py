@@ -270,6 +270,20 @@ def test_a_ledger_held_by_somebody_else_is_a_sentence(tmp_path: Path) -> None:
     Ledger(path).close()
 
 
+def test_a_ledger_held_in_another_container_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What DuckDB 2.0 says across namespaces of process ids, such as of a backup beside the controller."""
+    says = f'Could not set lock on file "{tmp_path}": Conflicting lock is held in PID 0. See also https://d'
+
+    def connect(path: str) -> None:
+        raise duckdb.IOException(says)
+
+    monkeypatch.setattr(duckdb, "connect", connect)
+    with pytest.raises(Conflict, match="another container"):
+        Ledger(tmp_path / "ledger.duckdb")
+
+
 def test_a_ledger_that_a_newer_version_did_more_to_is_refused(tmp_path: Path, ledger: Ledger) -> None:
     ledger.connection.execute("INSERT INTO migrations VALUES (9999, 0, 9999)")
     ledger.close()
