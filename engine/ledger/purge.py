@@ -60,9 +60,7 @@ class Removal:
             connection.execute(f"ATTACH '{_quoted(self._fresh)}' AS fresh")
             connection.execute(f"ATTACH '{_quoted(snapshot)}' AS source (READ_ONLY)")
             if begins:
-                # A version that was rolled back keeps the tables that a newer one has added.
-                connection.execute("COPY FROM DATABASE source TO fresh (SCHEMA)")
-                connection.execute("INSERT INTO fresh.migrations FROM source.migrations")
+                create_like_source(connection)
             connection.execute("USE source")
             self._copy_rows(connection)
             connection.execute("CHECKPOINT fresh")
@@ -108,6 +106,12 @@ class Removal:
 
     def _spilled(self) -> Path:
         return self._fresh.with_name(f"{self._fresh.name}.tmp")
+
+
+def create_like_source(connection: duckdb.DuckDBPyConnection) -> None:
+    """Create the tables in the new file, after a rollback also those that a newer version has added."""
+    connection.execute("COPY FROM DATABASE source TO fresh (SCHEMA)")
+    connection.execute("INSERT INTO fresh.migrations FROM source.migrations")
 
 
 def of_policy(ledger: Path, policy: str) -> Removal:

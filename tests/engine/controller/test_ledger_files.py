@@ -20,6 +20,7 @@ from engine.controller.__main__ import whole_controller
 from engine.controller.release_loop import Controller
 from engine.errors import ServiceError
 from engine.ledger.ledger import open_snapshot
+from engine.ledger.purge import create_like_source
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
 from engine.threads import background
@@ -97,9 +98,7 @@ def held(monkeypatch: pytest.MonkeyPatch, name: str, whole: Callable[..., Any]) 
 
 @contextmanager
 def slow_rewrite(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    from engine.ledger.purge import create
-
-    with held(monkeypatch, "engine.ledger.purge.create", create) as slow:
+    with held(monkeypatch, "engine.ledger.purge.create_like_source", create_like_source) as slow:
         yield slow
 
 
@@ -258,7 +257,7 @@ def test_a_removal_that_fails_leaves_the_ledger_as_it_was(
 ) -> None:
     emit_gone(users)
     assert soon(params, "SELECT count(*) FROM observations", [(20,)])
-    for place in ("engine.ledger.purge.create", "engine.ledger.purge._count"):
+    for place in ("engine.ledger.purge.create_like_source", "engine.ledger.purge._count"):
         with monkeypatch.context() as patch:
             patch.setattr(place, fails)
             with pytest.raises(OSError, match="space"):

@@ -232,7 +232,7 @@ def purge_until(state: Path, step: str) -> None:
 
     ledger = Ledger(state / "ledger.duckdb")
     places = {
-        "new file": (purging, "create"),
+        "new file": (purging, "create_like_source"),
         "rows": (Removal, "_copy_rows"),
         "newest rows": (Removal, "switch"),
         "rename": (Ledger, "become"),
