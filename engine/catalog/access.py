@@ -107,7 +107,7 @@ def schema_fault(label: str, version: str) -> str:
         )
     if version < OLDEST_SCHEMA:
         return f"{sentence} {UPGRADE_FIRST}"
-    return f"{sentence} Run `graftwork migrate` once, or start this version's controller: it migrates it."
+    return f"{sentence} Run `graftwork migrate` once, or start the controller of this version, which does it."
 
 
 class Access:
