@@ -127,7 +127,8 @@ def rollback(cluster: Cluster, crowd: Crowd, name: str, withdraw: Withdraw) -> d
         cluster.release(name, OPEN)
 
         def is_there(number: int) -> bool:
-            return any(one.revision == name for one in at(cluster, watchers, number)[-5 * WATCHERS :])
+            newest = [one for flow in watchers for one in flow.asked[-5:]]
+            return any(one.revision == name for one in newest if one.url == cluster.engines[number].url)
 
         wait_for(lambda: is_there(0) and is_there(1), f"the canary {name}")
         time.sleep(0.5)
