@@ -1,4 +1,4 @@
-"""Simulate engines by their number: what users would see, and what it would cost."""
+"""Say how many engines a traffic needs, and simulate them: what users would see, and what it would cost."""
 
 import json
 import math
@@ -7,10 +7,17 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from engine.adapters.adapter_sizes import packed_blocks
+from engine.base.families import BaseShapes
+from engine.base.resident import base_config
 from engine.errors import ConfigError
 from engine.planning.fleet.assumptions import EngineModel, FleetOutcome, Scenario, StoreModel
+from engine.planning.fleet.search import Sized, capacity, fewest
 from engine.planning.fleet.simulation import simulate
-from engine.planning.fleet.storm import Compared
+from engine.planning.gpu import cuda_bytes
+from engine.planning.memory import DTYPE_BYTES
+from engine.planning.tiers import host_tier_adapters, host_tier_bytes
+from engine.settings.params import Params
 
 
 def read_models(file: Path | None) -> tuple[EngineModel, StoreModel]:
@@ -39,13 +46,59 @@ def read_models(file: Path | None) -> tuple[EngineModel, StoreModel]:
     if given.get("faults", 0) >= 1:
         raise ConfigError(f"faults in {file} is {given['faults']}. Give a share below 1.")
     engine = replace(engine, **_of(engine, given))
-    if engine.prompt > engine.budget or engine.step_s + engine.token_s <= 0:
-        raise ConfigError(f"{file}: a step must take time, and `budget` must hold a prompt.")
+    if engine.step_s + engine.token_s <= 0:
+        raise ConfigError(f"{file}: a step must take time. Give `step_s` or `token_s`.")
     return engine, replace(store, **_of(store, given))
 
 
 def _of(model: EngineModel | StoreModel, given: dict[str, Any]) -> dict[str, Any]:
     return {field.name: given[field.name] for field in fields(model) if field.name in given}
+
+
+def held_adapters(params: Params) -> int:
+    """Return how many adapters of `engine.max_rank` an engine's host tier holds."""
+    shapes = BaseShapes.of(base_config(params.base, params.paths))
+    config = params.engine
+    itemsize = DTYPE_BYTES[config.dtype_on(cuda=bool(cuda_bytes()))]
+    each = sum(packed_blocks(shapes, config.max_rank, itemsize, None))
+    return max(1, min(host_tier_bytes(config) // each, host_tier_adapters(config)))
+
+
+def size(scenario: Scenario, within_s: float, engine: EngineModel, store: StoreModel) -> Sized:
+    """Return the fewest engines that hold, with the numbers beside it for the table."""
+
+    def simulated(count: int) -> FleetOutcome:
+        return simulate(replace(scenario, engines=count), engine, store)
+
+    found = fewest(scenario, engine, within_s, simulated)
+    beside = (found.engines + more for more in (1, 2) if found.engines + more not in found.outcomes)
+    return Sized(found.engines, found.outcomes | {count: simulated(count) for count in beside})
+
+
+def sentences(sized: Sized, scenario: Scenario, within_s: float, engine: EngineModel) -> list[str]:
+    """Return how many engines it takes, why fewer do not do, and what decides."""
+    found, fewer, down = sized.found, sized.fewer, ""
+    if scenario.kill or scenario.wave:
+        down = " with " + " and ".join(
+            [f"{scenario.kill} of them down"] * bool(scenario.kill) + ["one restarting"] * scenario.wave
+        )
+    told = [
+        f"{found.engines} engines{down}: 95% of requests have their first token within "
+        f"{found.first_token_p95_s:.2f} s ({within_s:g} s wished for)."
+    ]
+    if fewer is None:
+        told.append(f"{found.engines - 1} are too few: none would be left.")
+    elif not fewer.keeps_up:
+        told.append(f"{fewer.engines} are too few: requests pile up, {fewer.left} wait at the end.")
+    else:
+        told.append(f"{fewer.engines} are too few: it takes {fewer.first_token_p95_s:.2f} s.")
+    told += [
+        f"An engine answers at most {capacity(engine):.3g} requests a second ({engine.prompt} tokens in, "
+        f"{engine.answer} out).",
+        f"It holds {scenario.host} of {scenario.policies} adapters: {found.cold:.1%} of requests wait for "
+        "a load.",
+    ]
+    return told
 
 
 def sweep(
@@ -72,12 +125,13 @@ def sweep(
     ]
 
 
-def as_json(outcome: FleetOutcome) -> dict[str, Any]:
-    """Return an outcome as JSON values: what nobody measured is null."""
-    told = asdict(outcome) | {
-        "keeps_up": outcome.keeps_up, "replica_hours_a_million": outcome.hours_a_million
-    }  # fmt: skip
-    return {name: None if value != value else value for name, value in told.items()}
+def as_json(outcomes: Sequence[FleetOutcome]) -> list[dict[str, Any]]:
+    """Return outcomes as JSON values: what nobody measured is null."""
+    told = [
+        asdict(one) | {"keeps_up": one.keeps_up, "replica_hours_a_million": one.hours_a_million}
+        for one in outcomes
+    ]
+    return [{name: None if value != value else value for name, value in each.items()} for each in told]
 
 
 def row(outcome: FleetOutcome) -> dict[str, str]:
@@ -95,20 +149,8 @@ def row(outcome: FleetOutcome) -> dict[str, str]:
     }
 
 
-def check_row(one: Compared) -> dict[str, str]:
-    """Return a line of the comparison with what was measured."""
-    verdict = "fitted" if one.is_fitted else "within 20%" if one.holds else "off"
-    return {
-        "figure": one.name,
-        "measured": f"{one.measured:.2f}",
-        "simulated": f"{one.simulated:.2f}",
-        "difference": f"{one.off:+.0%}",
-        "": verdict,
-    }
-
-
-def plot(outcomes: Sequence[FleetOutcome], file: Path) -> None:
-    """Draw the p95 to the first token and the cost against the number of replicas, as PNG or SVG."""
+def plot(outcomes: Sequence[FleetOutcome], file: Path, within_s: float | None = None) -> None:
+    """Draw the p95 to the first token, cold requests and cost by number of replicas, as PNG or SVG."""
     if file.suffix not in (".png", ".svg"):
         raise ConfigError(f"--plot {file} must end in .png or .svg.")
     if not file.parent.is_dir():
@@ -125,6 +167,8 @@ def plot(outcomes: Sequence[FleetOutcome], file: Path) -> None:
             counts = [one.engines for one in some]
             left.plot(counts, [one.first_token_p95_s for one in some], marker="o", label=name)
             right.plot(counts, [one.cold for one in some], marker="o", label=name)
+    if within_s is not None:
+        left.axhline(within_s, color="grey", linestyle=":", label="wished for")
     left.set(xlabel="replicas", ylabel="p95 to the first token, s", yscale="log")
     right.set(xlabel="replicas", ylabel="share of cold requests", ylim=(0, 1))
     cost = right.twinx()

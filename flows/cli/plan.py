@@ -49,11 +49,30 @@ LoadRate = Annotated[
 ReadRate = Annotated[
     float, typer.Option("--read-gb-s", min=0.01, help="Assume this read rate of the store's disk, GB/s.")
 ]
-Replicas = Annotated[str, typer.Option(help="Simulate these numbers of engines, by commas.")]
+Replicas = Annotated[
+    str | None,
+    typer.Option(help="Simulate these numbers of engines, by commas, and look for no fewest one."),
+]
 Policies = Annotated[int, typer.Option(min=1, max=10_000_000, help="Number of policies.")]
 Rate = Annotated[float, typer.Option(min=0.1, max=1e5, help="Requests a second to all engines together.")]
+Prompt = Annotated[
+    int | None, typer.Option(min=1, max=10**6, help="Tokens of a prompt. Default: of the file, or 8.")
+]
+Answer = Annotated[
+    int | None, typer.Option(min=2, max=10**6, help="Tokens of an answer. Default: of the file, or 4.")
+]
+Within = Annotated[
+    float, typer.Option(min=0.001, max=600, help="Wish for 95% of first tokens within this many seconds.")
+]
 Zipf = Annotated[float, typer.Option(min=0, max=3, help="Exponent of the policies' popularity.")]
-Host = Annotated[int, typer.Option(min=1, max=1_000_000, help="Adapters that an engine's host tier holds.")]
+Host = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=1_000_000,
+        help="Adapters that an engine's host tier holds. Default: those of engine.max_rank that "
+        "engine.host_bytes holds.",
+    ),
+]  # fmt: skip
 Seconds = Annotated[float, typer.Option(min=10, max=86_400, help="Simulate this many seconds.")]
 Place = Annotated[
     Literal["both", "affinity", "chance"],
@@ -62,26 +81,23 @@ Place = Annotated[
     ),
 ]
 Kill = Annotated[
-    int, typer.Option(min=0, max=10_000, help="End this many engines after a third of the time.")
+    int | None,
+    typer.Option(
+        min=0, max=1000, help="End so many engines after a third of the time. Default: 1; with --replicas, 0."
+    ),
 ]
 Wave = Annotated[
     bool,
     typer.Option("--wave", help="Drain and restart one engine after another, after a third of the time."),
 ]
-Fetch = Annotated[
-    float | None,
-    typer.Option(
-        min=0, max=600, help="Median seconds of a fetch from the store. Default: 0.06, an assumption."
-    ),
-]
-Faults = Annotated[
-    float | None, typer.Option(min=0, max=0.9, help="Share of fetches that fail. Default: 0.001.")
-]
 Calibrate = Annotated[
     Path | None,
     typer.Option(help="Read the engine's and the store's times from this JSON file; see docs/scale-out.md."),
 ]
-Check = Annotated[bool, typer.Option("--check", help="Compare the model with what `bench storm` measured.")]
+Measure = Annotated[
+    Path | None,
+    typer.Option(help="Measure the running engine with requests, a minute or less, and write such a file."),
+]
 Plot = Annotated[Path | None, typer.Option(help="Write a plot to this .png or .svg file.")]
 Seed = Annotated[int, typer.Option(min=0, help="Draw traffic from this seed.")]
 
@@ -139,46 +155,57 @@ def plan_adapters(
 
 @plan_app.command("engines")
 def plan_engines(
-    replicas: Replicas = "64",
-    policies: Policies = 1_000_000,
     rate: Rate = 512.0,
+    policies: Policies = 1_000_000,
     zipf: Zipf = 0.9,
-    host: Host = 4096,
+    prompt: Prompt = None,
+    answer: Answer = None,
+    within_s: Within = 2.0,
+    host: Host = None,
+    replicas: Replicas = None,
     seconds: Seconds = 120.0,
-    place: Place = "both",
-    kill: Kill = 0,
+    place: Place = "affinity",
+    kill: Kill = None,
     wave: Wave = False,
-    fetch_s: Fetch = None,
-    faults: Faults = None,
+    measure: Measure = None,
     calibrate: Calibrate = None,
-    check: Check = False,
     plot: Plot = None,
     seed: Seed = 0,
     as_json: Json = False,
+    params: ParamsFile = PARAMS,
 ) -> None:
-    """Simulate engines under traffic: cold requests, latency, use and cost by number of replicas."""
+    """Say how many engines a traffic needs, by a simulation: first tokens in time with one engine down.
+
+    With --replicas, show what users would see of these numbers of engines.
+    """
     from tasks import fleet_plan as task
 
     engine, store = task.read_models(calibrate)
-    store = replace(
-        store,
-        fetch_s=store.fetch_s if fetch_s is None else fetch_s,
-        faults=store.faults if faults is None else faults,
-    )
-    if check:
-        from engine.planning.fleet.storm import compare
+    engine = replace(engine, prompt=prompt or engine.prompt, answer=answer or engine.answer)
+    if measure:
+        from tasks.engine_times import measure as measured
 
-        compared = compare(engine)
-        values = [{**vars(one), "off": one.off, "holds": one.holds} for one in compared]
-        return print_result(as_json, values, [task.check_row(one) for one in compared])
+        found = measured(enter(params), engine.prompt, engine.answer, measure)
+        return print_result(as_json, found, [{name: f"{value:.4g}" for name, value in found.items()}])
     scenario = Scenario(
-        policies=policies, rate=rate, zipf=zipf, host=host, seconds=seconds, kill=kill, wave=wave, seed=seed
-    )
-    placements = {"both": (True, False), "affinity": (True,), "chance": (False,)}[place]
-    results = task.sweep(scenario, counts_of(replicas), placements, engine, store)
+        policies=policies, rate=rate, zipf=zipf, seconds=seconds, wave=wave, seed=seed,
+        kill=int(replicas is None) if kill is None else kill, affinity=place != "chance",
+        host=host or task.held_adapters(enter(params)),
+    )  # fmt: skip
+    if replicas is None:
+        sized = task.size(scenario, within_s, engine, store)
+        results = [sized.outcomes[count] for count in sorted(sized.outcomes)]
+        told = task.sentences(sized, scenario, within_s, engine)
+        value: object = {"engines": sized.engines, "because": told, "simulated": task.as_json(results)}
+    else:
+        placements = {"both": (True, False), "affinity": (True,), "chance": (False,)}[place]
+        results = task.sweep(scenario, counts_of(replicas), placements, engine, store)
+        told, value = [], task.as_json(results)
     if plot:
-        task.plot(results, plot)
-    print_result(as_json, [task.as_json(one) for one in results], [task.row(one) for one in results])
+        task.plot(results, plot, None if replicas else within_s)
+    if told and not as_json:
+        typer.echo("\n".join(told))
+    print_result(as_json, value, [task.row(one) for one in results])
 
 
 def counts_of(text: str) -> list[int]:

@@ -1,7 +1,7 @@
 """What the simulation assumes of engine, store and traffic, and what it returns.
 
 The defaults of `EngineModel` are fitted to four figures of docs/benchmarks/storm.md, of commit 2614dce:
-`many-moe` on two EPYC cores. `storm.py` names them, and the others that check the model.
+`many-moe` on two EPYC cores. `tests/helpers/simulated_storm.py` has them, and others that check the model.
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,15 @@ class EngineModel:
     """One engine: a step of its batch takes `step_s`, and more for each token, adapter and load.
 
     `rows` and `budget` are the most sequences and tokens of a step (vLLM's `max_num_seqs` and
-    `max_num_batched_tokens`). `load_s` is what a cold load takes of the cores that compute steps.
+    `max_num_batched_tokens`). `load_s` is what a cold load takes of the cores that compute steps. Before
+    its first step a request takes `request_s` of the gateway, which has one at a time.
     """
 
     step_s: float = 0.46
     token_s: float = 0.0003
     adapter_s: float = 0.00275
     load_s: float = 0.0154
+    request_s: float = 0.0
     rows: int = 128
     budget: int = 2048
     prompt: int = 8
@@ -63,7 +65,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class FleetOutcome:
-    """What users saw, of the requests that came after the first tenth of the time.
+    """What users saw, of the requests that came after the first tenth of the time, or since engines ended.
 
     `cold` is the share of requests that waited for a load; `busy` the share of time in which engines
     computed; `rows` the share of a batch's rows in use. `left` counts the requests without a first token at

@@ -12,7 +12,10 @@ from engine.planning.fleet.assumptions import EngineModel, StoreModel
 
 @dataclass(slots=True)
 class SimulatedRequest:
-    """One request; times in seconds of the simulation, negative until they are known."""
+    """One request; times in seconds of the simulation, negative until they are known.
+
+    `then` is called when it is done.
+    """
 
     policy: int
     at: float
@@ -20,6 +23,7 @@ class SimulatedRequest:
     cold: bool = False
     first: float = -1.0
     done: float = -1.0
+    then: Callable[[], None] | None = None
 
 
 class SimulatedEngine:
@@ -39,20 +43,35 @@ class SimulatedEngine:
         self.load, self.busy_s, self.row_s = 0, 0.0, 0.0
         self.is_dead = False
         self._chance = chance
+        self._gateway: deque[SimulatedRequest] = deque()
+        self._free_at = 0.0
         self._waiting: deque[SimulatedRequest] = deque()
         self._loading: dict[int, list[SimulatedRequest]] = {}
         self._loads: deque[int] = deque()
         self._fetches = self._loaded = 0
         # By the number of the step at whose end they are done.
         self._ends: dict[int, list[SimulatedRequest]] = {}
-        self._running = 0
+        # Tokens of the first waiting prompt that are computed already.
+        self._running = self._computed = 0
         self._adapters: Counter[int] = Counter()
         self._idle: Any = None
         env.process(self._steps())
 
     def take(self, request: SimulatedRequest) -> None:
-        """Take a request: wait for its adapter's load, or for the next step."""
+        """Take a request: its turn in the gateway, its adapter's load, the next step."""
         self.load += 1
+        if not self.model.request_s:
+            return self._admit(request)
+        self._gateway.append(request)
+        self._free_at = max(self._free_at, self.env.now) + self.model.request_s
+        self.env.timeout(self._free_at - self.env.now).callbacks.append(self._pass)
+
+    def _pass(self, _: Any) -> None:
+        # A killed engine's gateway is empty.
+        if self._gateway:
+            self._admit(self._gateway.popleft())
+
+    def _admit(self, request: SimulatedRequest) -> None:
         if request.policy in self.tier:
             self.tier.move_to_end(request.policy)
             self._waiting.append(request)
@@ -69,9 +88,10 @@ class SimulatedEngine:
     def kill(self) -> None:
         """End at once: all requests under way are lost."""
         self.is_dead = True
-        under_way = [*self._waiting, *(one for some in self._ends.values() for one in some)]
+        under_way = [*self._gateway, *self._waiting, *(one for some in self._ends.values() for one in some)]
         under_way += [one for some in self._loading.values() for one in some]
         self.load = 0
+        self._gateway.clear()
         for request in under_way:
             self._lost(request)
 
@@ -112,7 +132,7 @@ class SimulatedEngine:
                 yield self._idle
             if self.is_dead:
                 return
-            fresh, tokens = self._admit(number + model.answer)
+            fresh, tokens = self._start(number + model.answer)
             # Rows that were there before compute one token each.
             tokens += self._running - len(fresh)
             took = model.step_s + model.token_s * tokens + model.adapter_s * len(self._adapters)
@@ -130,14 +150,22 @@ class SimulatedEngine:
                 request.first = self.env.now
             self._finish(self._ends.pop(number, []))
 
-    def _admit(self, end: int) -> tuple[list[SimulatedRequest], int]:
-        """Start waiting requests that fit into the next step; return them and their prompts' tokens."""
+    def _start(self, end: int) -> tuple[list[SimulatedRequest], int]:
+        """Start waiting requests that fit into the next step; return them and their prompts' tokens.
+
+        A prompt that does not fit is computed in parts; its request starts with the last one.
+        """
         model, fresh, tokens = self.model, [], 0
         room = model.budget - self._running
-        while self._waiting and self._running < model.rows and tokens + model.prompt <= room:
+        while self._waiting and self._running < model.rows and tokens < room:
+            part = min(model.prompt - self._computed, room - tokens)
+            tokens += part
+            self._computed += part
+            if self._computed < model.prompt:
+                break
+            self._computed = 0
             request = self._waiting.popleft()
             fresh.append(request)
-            tokens += model.prompt
             self._running += 1
             self._adapters[request.policy] += 1
         if fresh:
@@ -152,3 +180,5 @@ class SimulatedEngine:
             self._adapters[request.policy] -= 1
             if not self._adapters[request.policy]:
                 del self._adapters[request.policy]
+            if request.then:
+                request.then()

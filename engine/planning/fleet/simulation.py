@@ -16,7 +16,7 @@ from engine.planning.fleet.assumptions import EngineModel, FleetOutcome, Scenari
 from engine.planning.fleet.engine_process import SimulatedEngine, SimulatedRequest
 from engine.planning.fleet.placement import Anywhere, Placement, Ring
 
-# Of the time; requests that come before are not counted.
+# Of the time; requests that come before are not counted: those before the lead, or before engines end.
 LEAD, KILLED_AT = 0.1, 1 / 3
 # How often a draining engine is looked at.
 POLL_S = 0.1
@@ -33,9 +33,11 @@ def simpy_module() -> Any:
     return simpy
 
 
-def simulate(scenario: Scenario, model: EngineModel, store: StoreModel) -> FleetOutcome:
-    """Run a scenario; the same seed gives the same outcome."""
-    return _Simulation(scenario, model, store).run()
+def simulate(
+    scenario: Scenario, model: EngineModel, store: StoreModel, placement: Placement | None = None
+) -> FleetOutcome:
+    """Run a scenario, with another placement where one is given; the same seed gives the same outcome."""
+    return _Simulation(scenario, model, store, placement).run()
 
 
 def popularity(policies: int, zipf: float) -> NDArray[np.float64]:
@@ -45,11 +47,13 @@ def popularity(policies: int, zipf: float) -> NDArray[np.float64]:
 
 
 class _Simulation:
-    def __init__(self, scenario: Scenario, model: EngineModel, store: StoreModel):
+    def __init__(
+        self, scenario: Scenario, model: EngineModel, store: StoreModel, placement: Placement | None
+    ):
         self.scenario, self.model, self.chance = scenario, model, np.random.default_rng(scenario.seed)
         self.env = simpy_module().Environment()
         count = scenario.engines
-        self.placement: Placement = (
+        self.placement: Placement = placement or (
             Ring(scenario.policies, count) if scenario.affinity else Anywhere(self.chance)
         )
         self.engines = [
@@ -134,7 +138,8 @@ class _Simulation:
 
     def _outcome(self) -> FleetOutcome:
         scenario = self.scenario
-        counted = [one for one in self.requests if one.at >= LEAD * scenario.seconds]
+        lead = KILLED_AT if scenario.kill or scenario.wave else LEAD
+        counted = [one for one in self.requests if one.at >= lead * scenario.seconds]
         waited = np.array([one.first - one.at for one in counted if one.first >= 0])
         warm = np.array([one.first - one.at for one in counted if one.first >= 0 and not one.cold])
         answers = np.array([one.done - one.at for one in counted if one.done >= 0])

@@ -1,0 +1,107 @@
+"""The times of one engine, fitted so that the simulation answers loads of several sizes as it did."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from engine.planning.fleet.assumptions import EngineModel, StoreModel
+from engine.planning.fleet.engine_process import SimulatedEngine, SimulatedRequest
+from engine.planning.fleet.simulation import simpy_module
+
+# In what steps logarithms of times are tried, and how far from where they start.
+STEP, WIDTH = 0.05, np.log(1e4)
+
+
+class LoadSize(NamedTuple):
+    """A closed loop: requests under way, different policies that they ask by turns, requests in all."""
+
+    under_way: int
+    policies: int
+    requests: int
+
+
+LOADS = (LoadSize(1, 1, 16), LoadSize(8, 1, 32), LoadSize(8, 8, 32), LoadSize(24, 8, 72))
+# Of policies whose adapters are not loaded; an engine loads for two at once, whoever asks.
+COLD_LOAD = LoadSize(2, 24, 24)
+
+
+@dataclass(frozen=True)
+class MeasuredLoad:
+    """Mean seconds to the first token, and from there to the last, of a closed loop."""
+
+    size: LoadSize
+    wait_s: float
+    rest_s: float
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether each request waited for a load."""
+        return self.size == COLD_LOAD
+
+
+def closed_loop(
+    env: Any, take: Callable[[SimulatedRequest], None], under_way: int, policies: Iterable[int]
+) -> list[SimulatedRequest]:
+    """Ask for these policies, `under_way` at once; return the requests when all are done."""
+    left, asked = iter(policies), list[SimulatedRequest]()
+
+    def begin() -> None:
+        if (policy := next(left, None)) is not None:
+            asked.append(request := SimulatedRequest(policy, env.now, then=begin))
+            take(request)
+
+    for _ in range(under_way):
+        begin()
+    env.run()
+    return asked
+
+
+def simulated(size: LoadSize, model: EngineModel, store: StoreModel) -> MeasuredLoad:
+    """Return what one simulated engine makes of a load."""
+    env = simpy_module().Environment()
+    engine = SimulatedEngine(env, model, store, size.requests, np.random.default_rng(0), lambda _: None)
+    if size != COLD_LOAD:
+        engine.tier.update(dict.fromkeys(range(size.policies)))
+    policies = (number % size.policies for number in range(size.requests))
+    asked = closed_loop(env, engine.take, size.under_way, policies)
+    waits, rests = ([one.first - one.at for one in asked], [one.done - one.first for one in asked])
+    return MeasuredLoad(size, float(np.mean(waits)), float(np.mean(rests)))
+
+
+def fitted(loads: Sequence[MeasuredLoad], prompt: int, answer: int) -> dict[str, Any]:
+    """Return fields of `EngineModel` and `StoreModel` that bring the simulation nearest to these loads.
+
+    Least squares of the logarithms of each load's two times. Without a cold load, `load_s` and `fetch_s` are
+    left out.
+    """
+    alone = min(loads, key=lambda one: one.size.under_way)
+    step_s, shares = alone.rest_s / (answer - 1), (0.1, 0.6)
+    names = ["step_s", "token_s", "adapter_s", "request_s"]
+    # A request alone waits for gateway and prompt: both a little and most of it are where a search starts.
+    starts = [
+        [step_s / 2, alone.wait_s * (1 - share) / prompt, step_s / 10, alone.wait_s * share]
+        for share in shares
+    ]
+    if any(one.is_cold for one in loads):
+        names, starts = [*names, "load_s", "fetch_s"], [[*one, step_s, alone.wait_s] for one in starts]
+    shape, store = EngineModel(prompt=prompt, answer=answer, load_s=0.0), StoreModel(faults=0.0, spread=0.0)
+
+    def times(logs: NDArray[np.float64]) -> dict[str, Any]:
+        return dict(zip(names, np.exp(logs).tolist(), strict=True))
+
+    def off(logs: NDArray[np.float64]) -> list[float]:
+        found = times(logs)
+        fetch = replace(store, fetch_s=found.pop("fetch_s", 0.0))
+        pairs = [(one, simulated(one.size, replace(shape, **found), fetch)) for one in loads]
+        both = [[(got.wait_s, one.wait_s), (got.rest_s, one.rest_s)] for one, got in pairs]
+        return [float(np.log(got / wanted)) for each in both for got, wanted in each]
+
+    tried = [
+        least_squares(off, log, bounds=(log - WIDTH, log + WIDTH), diff_step=STEP, max_nfev=30)
+        for log in map(np.log, starts)
+    ]
+    return times(min(tried, key=lambda one: one.cost).x) | {"prompt": prompt, "answer": answer}

@@ -1,0 +1,46 @@
+"""The fit of one engine's times: what is put into a simulated engine comes out of how it answers loads."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine.planning.fleet.assumptions import EngineModel, StoreModel
+from engine.planning.fleet.fit import COLD_LOAD, LOADS, fitted, simulated
+
+STEPS = EngineModel(
+    step_s=0.02, token_s=0.0004, adapter_s=0.003, load_s=0.01, request_s=0.005, prompt=32, answer=16
+)
+GATEWAY = replace(STEPS, step_s=0.003, token_s=0.0001, request_s=0.03, prompt=192, answer=8)
+ALL = (*LOADS, COLD_LOAD)
+STORE = StoreModel(fetch_s=0.1, spread=0.0, faults=0.0)
+
+
+def test_the_times_of_a_simulated_engine_are_found_again() -> None:
+    found = fitted([simulated(size, STEPS, STORE) for size in ALL], STEPS.prompt, STEPS.answer)
+    for name in ("step_s", "token_s", "adapter_s", "request_s", "load_s"):
+        assert found[name] == pytest.approx(getattr(STEPS, name), rel=0.1)
+    assert found["fetch_s"] == pytest.approx(STORE.fetch_s, rel=0.1)
+    assert (found["prompt"], found["answer"]) == (32, 16)
+
+
+def test_an_engine_whose_gateway_is_slow_is_answered_for() -> None:
+    wanted = [simulated(size, GATEWAY, STORE) for size in ALL]
+    found = fitted(wanted, GATEWAY.prompt, GATEWAY.answer)
+    assert found["request_s"] > 0.6 * GATEWAY.request_s
+    store = replace(STORE, fetch_s=found.pop("fetch_s"))
+    for one in wanted:
+        got = simulated(one.size, replace(GATEWAY, **found), store)
+        assert (got.wait_s, got.rest_s) == pytest.approx((one.wait_s, one.rest_s), rel=0.15)
+
+
+def test_without_cold_requests_nothing_is_said_of_loads() -> None:
+    found = fitted([simulated(size, STEPS, STORE) for size in LOADS], STEPS.prompt, STEPS.answer)
+    assert not {"load_s", "fetch_s"} & found.keys()
+    assert found["adapter_s"] == pytest.approx(STEPS.adapter_s, rel=0.1)
+
+
+def test_the_gateway_takes_one_request_at_a_time() -> None:
+    slow = replace(STEPS, request_s=0.5)
+    assert simulated(LOADS[0], slow, STORE).wait_s == pytest.approx(0.5 + 0.02 + 32 * 0.0004 + 0.003)
+    # Eight under way wait for each other.
+    assert simulated(LOADS[1], slow, STORE).wait_s > 3.0
