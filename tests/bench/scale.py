@@ -12,8 +12,9 @@ one's. `observations_lost` are whole answers of both engines that the ledger doe
 `rollback_s` is from the tombstone until the last request was routed to the canary at any engine, at the
 latest that can be. `backup_lost` is what a backup under load lacks once it is restored elsewhere.
 `throughput_share` is tokens a second behind HAProxy over those of the same engines asked directly, in turns.
-`failover_share` is the controller's failover over its lease and its start. The default takes one scenario
-after another until its time is over; `--long` takes all, each in its long form.
+`failover_share` is the controller's failover over its lease and its start. `plan_off` is how far the figures of
+`graftwork plan engines`, fitted to one engine, are off those of two. The default takes one scenario after
+another until its time is over, all but the last, `sizing`; `--long` takes all, each in its long form.
 """
 
 import time
@@ -27,6 +28,7 @@ from _scale_cluster import Cluster, cluster, wait_for
 from _scale_front import faults, throughput
 from _scale_kills import ENDS, failover, kills, rollouts, started_s
 from _scale_releases import promotions, rollbacks, unloadable
+from _scale_sizing import sizing
 from _scale_upgrade import upgrade
 from _scale_users import Crowd
 
@@ -56,6 +58,7 @@ BOUNDS = {
     "others_failed.router": record.within(0),
     "throughput_share": record.at_least(0.95),
     "failover_share": record.at_most(1.0),
+    "plan_off": record.at_most(0.2),
 }
 # What counts over all repeats.
 WORST = ("promotion_skew_s", "rollback_s")
@@ -71,10 +74,11 @@ def scenarios(site: Cluster, crowd: Crowd, repeats: int, is_long: bool) -> dict[
         "rollouts": lambda: rollouts(site),
         "failover": lambda: failover(site, started_s(site)),
         "throughput": lambda: throughput(site, 2 * repeats),
+        "sizing": lambda: sizing(site, 2 * repeats, site.controller.params.paths.root.parents[1]),
     }
 
 
-NAMES = ("upgrade", "releases", "rollback", "kills", "rollouts", "failover", "throughput")
+NAMES = ("upgrade", "releases", "rollback", "kills", "rollouts", "failover", "throughput", "sizing")
 
 
 def releases(site: Cluster, crowd: Crowd, repeats: int, is_long: bool) -> Found:
@@ -120,7 +124,7 @@ def observations(site: Cluster, crowd: Crowd) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--only", nargs="+", choices=NAMES)
     parser.add_argument("--repeats", type=int, help="promotions, and rollbacks of each kind")
     given = parser.parse_args()
     run = Run("scale", given.long)
@@ -128,7 +132,8 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     figures, failed = record.Figures(), list[str]()
     # In their order: the upgrade is first.
-    names = [name for name in NAMES if name in given.only]
+    only = given.only or (NAMES if run.is_long else NAMES[:-1])
+    names = [name for name in NAMES if name in only]
     is_old = "upgrade" in names
     with cluster(load_params(given.params), given.out, is_old) as site, Crowd(site.key) as crowd:
         known = scenarios(site, crowd, repeats, run.is_long)

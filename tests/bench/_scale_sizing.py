@@ -1,0 +1,282 @@
+"""Two engines behind HAProxy beside a simulation that is fitted to one engine: how far the simulation is off.
+
+Each engine has one core, which clients and HAProxy use too. So each is measured by itself while the other
+does the same, and the survivor of a kill once more. Each repeat has a fit before what it is compared with:
+requests a second in a closed loop, p50 and p95 to the first token at 40% and 70% of that, and at 40% with one
+engine dead. What counts is the median of the repeats' differences. The share of cold requests, where the host
+tiers hold few of the policies, is measured once.
+"""
+
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+from _scale_cluster import START_S, Cluster, Host, wait_for
+from _traffic import Answer, Ask, Client, Server, arrivals, prompt
+
+from engine.planning.fleet.assumptions import EngineModel, Scenario, StoreModel
+from engine.planning.fleet.engine_process import SimulatedEngine, SimulatedRequest
+from engine.planning.fleet.fit import COLD_LOAD, LOADS, MeasuredLoad, closed_loop, fitted, simulated
+from engine.planning.fleet.placement import Ring
+from engine.planning.fleet.simulation import popularity, simpy_module, simulate
+from tasks.fleet_plan import read_models
+
+PROMPT, TOKENS = 192, 8
+# Half of the warm ones live on each engine, and one host tier holds all of them; of the others it holds few.
+WARM, COLD, HOST, ZIPF = 16, 72, 18, 0.6
+UNDER_WAY, SATURATED, SIMULATED = 48, 288, 2400
+SECONDS, SIMULATED_S = 5.0, 120.0
+# Short requests of a closed loop show the share of cold ones; those before the lead fill the host tiers.
+COLD_UNDER_WAY, COLD_LEAD, COLD_ASKED, COLD_PROMPT, COLD_TOKENS, PLACEMENTS = 8, 200, 600, 16, 2, 6
+RATES = {"at40": 0.4, "at70": 0.7}
+BOTH, DOWN = "both", "one_down"
+Models = tuple[EngineModel, StoreModel]
+
+
+def sizing(cluster: Cluster, repeats: int, folder: Path) -> dict[str, list[float]]:
+    """Return each figure as measured and simulated, and `plan_off`, the largest difference as a share.
+
+    The fits are written to `folder`, as `graftwork plan engines --calibrate` takes them.
+    """
+    names = [f"sized-{number}" for number in range(2 * WARM + COLD)]
+    revisions = [cluster.publish(name, 1)[0] for name in names]
+    few_in_the_host_tier(cluster, revisions[0])
+    with Client() as one, Client() as two:
+        return Sizing(cluster, (one, two), names, folder).measure(repeats)
+
+
+def few_in_the_host_tier(cluster: Cluster, revision: str) -> None:
+    """Start the engines again with a host tier of `HOST` adapters, and a core for each."""
+    each = cluster.catalog.revisions.get(*revision.split("@")).length
+    for host in cluster.engines:
+        host.stop()
+        engine = host.params.engine.model_copy(update={"host_bytes": HOST * each})
+        host.params = host.params.model_copy(update={"engine": engine})
+        host.start(wait=False)
+    for host, core in zip(cluster.engines, sorted(os.sched_getaffinity(0)), strict=False):
+        wait_for(host.is_healthy, host.name, START_S)
+        wait_for(host.is_ready, f"{host.name} to be ready", START_S)
+        assert host.process is not None
+        root = psutil.Process(host.process.pid)
+        for process in (root, *root.children(recursive=True)):
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, {core})
+
+
+class Sizing:
+    """The measurements, of two clients of which each asks one engine or HAProxy."""
+
+    def __init__(self, cluster: Cluster, clients: tuple[Client, Client], names: Sequence[str], folder: Path):
+        self.cluster, self.clients, self.folder = cluster, clients, folder
+        self.chance = random.Random(44)
+        self.balanced = Server(cluster.url, cluster.key)
+        self.warm = self._homes(names[: 2 * WARM])
+        self.cold = list(names[2 * WARM :])
+        self.loads: dict[str, list[list[MeasuredLoad]]] = {BOTH: [], DOWN: []}
+        self.measured: dict[str, list[float]] = {}
+        self.rates: list[float] = []
+
+    def measure(self, repeats: int) -> dict[str, list[float]]:
+        servers = [Server(host.url, self.cluster.key) for host in self.cluster.engines]
+        for _ in range(repeats):
+            self._loads(servers, BOTH)
+            self._add("requests_per_s", self._saturation())
+            self.rates.append(self.measured["requests_per_s"][-1])
+            for name, share in RATES.items():
+                self._add_waits(name, self._arrive(share * self.rates[-1]))
+        self._add("cold_share", self._cold_share())
+        self._one_down()
+        return self._compared()
+
+    def _add(self, name: str, value: float) -> None:
+        self.measured.setdefault(name, []).append(value)
+
+    def _add_waits(self, name: str, answers: Sequence[Answer]) -> None:
+        waits = [one.ttft for one in answers]
+        for level in (50, 95):
+            self._add(f"first_token_p{level}_s.{name}", float(np.percentile(waits, level)))
+
+    def _homes(self, names: Sequence[str]) -> list[str]:
+        """Return warm policies: by turns one that HAProxy sends to the first engine, and to the second."""
+        found: list[list[str]] = []
+        for some in (names[:WARM], names[WARM:]):
+            self._ask([self.balanced], [[self._one(name) for name in some]], 1)
+            for host in self.cluster.engines:
+                here = {name.partition("@")[0] for name in residency(host, self.cluster.key)["adapters"]}
+                found.append([name for name in some if name in here])
+        mine, others = found[0] + found[2], found[1] + found[3]
+        if min(len(mine), len(others)) < WARM // 2:
+            raise RuntimeError(f"HAProxy sends {len(mine)} and {len(others)} policies to the two engines.")
+        pairs = zip(mine[: WARM // 2], others[: WARM // 2], strict=True)
+        return [name for pair in pairs for name in pair]
+
+    def _one(self, policy: str, at: float = 0.0) -> Ask:
+        return Ask(at, policy, prompt(self.chance, PROMPT), TOKENS)
+
+    def _ask(
+        self, servers: Sequence[Server], plans: Sequence[Sequence[Ask]], under_way: int = 0
+    ) -> list[list[Answer]]:
+        with ThreadPoolExecutor(2) as pool:
+            told = list(pool.map(lambda c, s, p: c.ask(s, p, under_way), self.clients, servers, plans))
+        if wrong := [answer.fault for each in told for answer in each if not answer.is_right]:
+            raise RuntimeError(f"{len(wrong)} requests failed: {wrong[0]}")
+        return told
+
+    def _loads(self, servers: Sequence[Server], name: str) -> None:
+        """Take the loads of each of these engines by itself, all at the same time."""
+        found = []
+        # Those of the cold load evict what the others need.
+        for size in (COLD_LOAD, LOADS[-1], *LOADS):
+            names = self.cold if size == COLD_LOAD else self.warm
+            plan = [self._one(names[number % size.policies]) for number in range(size.requests)]
+            answers = [
+                one for each in self._ask(servers, [plan] * len(servers), size.under_way) for one in each
+            ]
+            wait_s = statistics.mean(one.first - one.sent for one in answers)
+            found.append(MeasuredLoad(size, wait_s, statistics.mean(one.done - one.first for one in answers)))
+        self.loads[name].append([found[0], *found[2:]])
+
+    def _saturation(self) -> float:
+        """Return the requests a second of both engines behind HAProxy, in a closed loop."""
+        plan = [self._one(self.warm[number % WARM]) for number in range(SATURATED // 2)]
+        told = self._ask([self.balanced] * 2, [plan, plan[::-1]], UNDER_WAY // 2)
+        return between([one.done for each in told for one in each])
+
+    def _arrive(self, rate: float) -> list[Answer]:
+        """Ask warm policies through HAProxy, as a Poisson process."""
+        plans = []
+        for _ in self.clients:
+            times = arrivals(self.chance, rate / 2, SECONDS)
+            plans.append([self._one(self.chance.choice(self.warm), at) for at in times])
+        return [one for each in self._ask([self.balanced] * 2, plans) for one in each]
+
+    def _cold_share(self) -> float:
+        """Return the share of requests that wait for a load, once both host tiers are full."""
+        weights = popularity(COLD, ZIPF).tolist()
+        for count in (COLD_LEAD, COLD_ASKED):
+            names = self.chance.choices(self.cold, weights, k=count)
+            plan = [Ask(0.0, name, prompt(self.chance, COLD_PROMPT), COLD_TOKENS) for name in names]
+            before = self._cold()
+            self._ask([self.balanced] * 2, [plan[::2], plan[1::2]], COLD_UNDER_WAY // 2)
+        return (self._cold() - before) / COLD_ASKED
+
+    def _cold(self) -> int:
+        return sum(cold_at(host, self.cluster.key) for host in self.cluster.engines)
+
+    def _one_down(self) -> None:
+        survivor, dead = self.cluster.engines
+        dead.kill()
+        # HAProxy has noticed, and the survivor has the adapters.
+        time.sleep(2)
+        for rate in self.rates:
+            self._loads([Server(survivor.url, self.cluster.key)], DOWN)
+            self._add_waits(DOWN, self._arrive(RATES["at40"] * rate))
+        dead.start(wait=False)
+
+    def _compared(self) -> dict[str, list[float]]:
+        expected: dict[str, list[float]] = {}
+        for number, rate in enumerate(self.rates):
+            both, down = (self._model(name, self.loads[name][number]) for name in (BOTH, DOWN))
+            for name, value in simulated_figures(both, down, rate).items():
+                expected.setdefault(name, []).append(value)
+        figures, off = dict[str, list[float]](), dict[str, float]()
+        for name, values in self.measured.items():
+            figures |= {name: values, f"{name}.simulated": expected[name]}
+            off[name] = statistics.median(
+                one / value - 1 for one, value in zip(expected[name], values, strict=False)
+            )
+            print(f"  {name}: simulated {off[name]:+.0%}", flush=True)
+        return figures | {"plan_off": [max(map(abs, off.values()))]}
+
+    def _model(self, name: str, loads: Sequence[MeasuredLoad]) -> Models:
+        """Fit a repeat's loads, and write the file as `graftwork plan engines --calibrate` takes it."""
+        file = self.folder / f"sizing-{name}.json"
+        file.write_text(json.dumps(fitted(loads, PROMPT, TOKENS), indent=2) + "\n")
+        models = read_models(file)
+        rests = [simulated(one.size, *models).rest_s / one.rest_s - 1 for one in loads]
+        waits = [simulated(one.size, *models).wait_s / one.wait_s - 1 for one in loads]
+        print(f"  fit, {name}: off by {max(map(abs, waits + rests)):.0%} at most", flush=True)
+        return models
+
+
+def simulated_figures(both: Models, down: Models, rate: float) -> dict[str, float]:
+    """Return what the simulation gives in place of each measured figure."""
+    ring = Homes(WARM)
+    found = {"requests_per_s": saturated(both, ring)}
+    warm = Scenario(policies=WARM, engines=2, zipf=0.0, host=HOST, seconds=SIMULATED_S)
+    cases = [(name, replace(warm, rate=share * rate), both) for name, share in RATES.items()]
+    for name, scenario, models in (*cases, (DOWN, replace(warm, rate=RATES["at40"] * rate, kill=1), down)):
+        outcome = simulate(scenario, *models, ring)
+        found[f"first_token_p50_s.{name}"] = outcome.first_token_p50_s
+        found[f"first_token_p95_s.{name}"] = outcome.first_token_p95_s
+    return found | {"cold_share": statistics.mean(cold_share(both, seed) for seed in range(PLACEMENTS))}
+
+
+class Homes(Ring):
+    """The warm policies as HAProxy places them: by turns on either engine."""
+
+    def __init__(self, policies: int):
+        super().__init__(policies, 2)
+        self.first = np.arange(policies) % 2
+        self._starts = np.array([self._owners.index(engine) for engine in self.first])
+
+
+def two_engines(
+    models: Models, ring: Ring, under_way: int, policies: Iterable[int], warm: int = 0
+) -> list[SimulatedRequest]:
+    """Return the requests of a closed loop at two simulated engines, each with the first adapters loaded."""
+    env, chance = simpy_module().Environment(), np.random.default_rng(0)
+    engines = [SimulatedEngine(env, *models, HOST, chance, lambda _: None) for _ in range(2)]
+    for engine in engines:
+        engine.tier.update(dict.fromkeys(range(warm)))
+
+    def take(request: SimulatedRequest) -> None:
+        engines[ring.choose(request.policy, [one.load for one in engines], [True] * 2)].take(request)
+
+    return closed_loop(env, take, under_way, policies)
+
+
+def saturated(models: Models, ring: Ring) -> float:
+    """Return the requests a second of two simulated engines with `UNDER_WAY` requests under way."""
+    policies = (number % WARM for number in range(SIMULATED))
+    return between([one.done for one in two_engines(models, ring, UNDER_WAY, policies, WARM)])
+
+
+def cold_share(models: Models, seed: int) -> float:
+    """Return the share of cold requests with one placement of the policies."""
+    (model, store), chance = models, np.random.default_rng(seed)
+    short = replace(model, prompt=COLD_PROMPT, answer=COLD_TOKENS)
+    places = chance.permutation(COLD)
+    policies = places[chance.choice(COLD, COLD_LEAD + COLD_ASKED, p=popularity(COLD, ZIPF))].tolist()
+    asked = two_engines((short, store), Ring(COLD, 2), COLD_UNDER_WAY, policies)
+    return statistics.mean(one.cold for one in asked[COLD_LEAD:])
+
+
+def between(ends: Sequence[float]) -> float:
+    """Return the requests a second by when they ended; the first and the last found engines less busy."""
+    some = sorted(ends)[UNDER_WAY:-UNDER_WAY]
+    return (len(some) - 1) / (some[-1] - some[0])
+
+
+def residency(host: Host, key: str) -> dict[str, Any]:
+    headers = {"authorization": f"Bearer {key}"}
+    answer = httpx.get(f"{host.url}/graftwork/residency", headers=headers, timeout=60)
+    found: dict[str, Any] = answer.raise_for_status().json()
+    return found
+
+
+def cold_at(host: Host, key: str) -> int:
+    """Return how many requests of an engine have waited for a load."""
+    warm = ("host", "slot")
+    moves = residency(host, key)["transitions"]
+    return sum(one["count"] for one in moves if one["event"] == "ask" and one["before"] not in warm)
