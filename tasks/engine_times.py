@@ -25,8 +25,10 @@ def measure(params: Params, prompt: int, answer: int, file: Path) -> dict[str, A
     """Ask the settings' engine, and write the times that its answers show to a JSON file.
 
     Loads are measured where enough policies' adapters are not on the engine. Raises `ConfigError` without
-    policies.
+    policies or without the file's directory.
     """
+    if not file.parent.is_dir():
+        raise ConfigError(f"--measure {file}: there is no directory {file.parent}. Make it first.")
     with open_catalog(params.paths) as catalog:
         names = [route.policy for route in catalog.routes.page(limit=LOOKED_AT) if route.champion]
     if not names:

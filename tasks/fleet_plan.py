@@ -12,7 +12,7 @@ from engine.base.families import BaseShapes
 from engine.base.resident import base_config
 from engine.errors import ConfigError
 from engine.planning.fleet.assumptions import EngineModel, FleetOutcome, Scenario, StoreModel
-from engine.planning.fleet.search import Sized, capacity, fewest
+from engine.planning.fleet.search import capacity, fewest
 from engine.planning.fleet.simulation import simulate
 from engine.planning.gpu import cuda_bytes
 from engine.planning.memory import DTYPE_BYTES
@@ -64,41 +64,35 @@ def held_adapters(params: Params) -> int:
     return max(1, min(host_tier_bytes(config) // each, host_tier_adapters(config)))
 
 
-def size(scenario: Scenario, within_s: float, engine: EngineModel, store: StoreModel) -> Sized:
-    """Return the fewest engines that hold, with the numbers beside it for the table."""
+def size(
+    scenario: Scenario, within_s: float, engine: EngineModel, store: StoreModel
+) -> tuple[int, list[FleetOutcome], list[str]]:
+    """Return the fewest engines, outcomes of numbers around it, and sentences that say why."""
 
     def simulated(count: int) -> FleetOutcome:
         return simulate(replace(scenario, engines=count), engine, store)
 
-    found = fewest(scenario, engine, within_s, simulated)
-    beside = (found.engines + more for more in (1, 2) if found.engines + more not in found.outcomes)
-    return Sized(found.engines, found.outcomes | {count: simulated(count) for count in beside})
-
-
-def sentences(sized: Sized, scenario: Scenario, within_s: float, engine: EngineModel) -> list[str]:
-    """Return how many engines it takes, why fewer do not do, and what decides."""
-    found, fewer, down = sized.found, sized.fewer, ""
-    if scenario.kill or scenario.wave:
-        down = " with " + " and ".join(
-            [f"{scenario.kill} of them down"] * bool(scenario.kill) + ["one restarting"] * scenario.wave
-        )
-    told = [
-        f"{found.engines} engines{down}: 95% of requests have their first token within "
-        f"{found.first_token_p95_s:.2f} s ({within_s:g} s wished for)."
-    ]
+    count, outcomes = fewest(scenario, engine, within_s, simulated)
+    for more in (count + 1, count + 2):
+        outcomes[more] = outcomes.get(more) or simulated(more)
+    down = [f"{scenario.kill} of them down"] * bool(scenario.kill) + ["one restarting"] * scenario.wave
+    found, fewer = outcomes[count], outcomes.get(count - 1)
     if fewer is None:
-        told.append(f"{found.engines - 1} are too few: none would be left.")
+        why = "none would be left"
     elif not fewer.keeps_up:
-        told.append(f"{fewer.engines} are too few: requests pile up, {fewer.left} wait at the end.")
+        why = f"requests pile up, {fewer.left} wait at the end"
     else:
-        told.append(f"{fewer.engines} are too few: it takes {fewer.first_token_p95_s:.2f} s.")
-    told += [
+        why = f"it takes {fewer.first_token_p95_s:.2f} s"
+    told = [
+        f"{count} engines{' with ' * bool(down)}{' and '.join(down)}: 95% of requests have their first token "
+        f"within {found.first_token_p95_s:.2f} s ({within_s:g} s wished for).",
+        f"{count - 1} are too few: {why}.",
         f"An engine answers at most {capacity(engine):.3g} requests a second ({engine.prompt} tokens in, "
         f"{engine.answer} out).",
         f"It holds {scenario.host} of {scenario.policies} adapters: {found.cold:.1%} of requests wait for "
         "a load.",
     ]
-    return told
+    return count, [outcomes[each] for each in sorted(outcomes)], told
 
 
 def sweep(

@@ -193,10 +193,8 @@ def plan_engines(
         host=host or task.held_adapters(enter(params)),
     )  # fmt: skip
     if replicas is None:
-        sized = task.size(scenario, within_s, engine, store)
-        results = [sized.outcomes[count] for count in sorted(sized.outcomes)]
-        told = task.sentences(sized, scenario, within_s, engine)
-        value: object = {"engines": sized.engines, "because": told, "simulated": task.as_json(results)}
+        count, results, told = task.size(scenario, within_s, engine, store)
+        value: object = {"engines": count, "because": told, "simulated": task.as_json(results)}
     else:
         placements = {"both": (True, False), "affinity": (True,), "chance": (False,)}[place]
         results = task.sweep(scenario, counts_of(replicas), placements, engine, store)

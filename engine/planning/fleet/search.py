@@ -1,33 +1,13 @@
-"""The fewest engines with which users have their first token in time, and what fewer would mean for them."""
+"""The fewest engines with which users have their first token in time."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from engine.errors import ConfigError
 from engine.planning.fleet.assumptions import EngineModel, FleetOutcome, Scenario
 
-MOST = 4096
 # Where so many times what throughput needs is not enough, more engines do not help.
 ENOUGH = 32
-Simulated = Callable[[int], FleetOutcome]
-
-
-@dataclass(frozen=True)
-class Sized:
-    """The fewest engines that hold, and what was simulated."""
-
-    engines: int
-    outcomes: dict[int, FleetOutcome]
-
-    @property
-    def found(self) -> FleetOutcome:
-        """Return what users see of the fewest engines that hold."""
-        return self.outcomes[self.engines]
-
-    @property
-    def fewer(self) -> FleetOutcome | None:
-        """Return what users see of one engine less; None where none would be left."""
-        return self.outcomes.get(self.engines - 1)
+Outcomes = dict[int, FleetOutcome]
 
 
 def capacity(model: EngineModel) -> float:
@@ -38,44 +18,39 @@ def capacity(model: EngineModel) -> float:
     return min(steps, 1 / model.request_s) if model.request_s else steps
 
 
-def alone_s(model: EngineModel) -> float:
-    """Return the seconds to the first token of a warm request at an idle engine."""
-    steps = -(-model.prompt // model.budget)
-    return model.request_s + steps * (model.step_s + model.adapter_s) + model.token_s * model.prompt
+def fewest(
+    scenario: Scenario, model: EngineModel, within_s: float, simulated: Callable[[int], FleetOutcome]
+) -> tuple[int, Outcomes]:
+    """Find the fewest engines with which p95 to the first token is at most `within_s`, and all outcomes.
 
-
-def fewest(scenario: Scenario, model: EngineModel, within_s: float, simulated: Simulated) -> Sized:
-    """Find the fewest engines with which p95 to the first token is at most `within_s`.
-
-    Raises `ConfigError` where no number of engines holds.
+    That of one engine less is among them, where one is left then. Raises `ConfigError` where no number holds.
     """
-    if alone_s(model) > within_s:
+    alone_s = model.request_s + model.step_s + model.adapter_s + model.token_s * model.prompt
+    if alone_s > within_s:
         raise ConfigError(
             f"No number of engines has first tokens within {within_s:g} s: a request alone on an idle engine "
-            f"waits {alone_s(model):.2f} s. Raise --within-s, or use faster engines."
+            f"waits {alone_s:.2f} s. Raise --within-s, or use faster engines."
         )
-    outcomes: dict[int, FleetOutcome] = {}
+    outcomes: Outcomes = {}
 
     def holds(count: int) -> bool:
-        if count not in outcomes:
-            outcomes[count] = simulated(count)
-        return outcomes[count].keeps_up and outcomes[count].first_token_p95_s <= within_s
+        one = outcomes[count] = outcomes.get(count) or simulated(count)
+        return one.keeps_up and one.first_token_p95_s <= within_s
 
-    away = scenario.kill + scenario.wave
-    least = max(away + 1, scenario.kill + int(scenario.rate / capacity(model)))
+    least = max(scenario.kill + scenario.wave + 1, scenario.kill + int(scenario.rate / capacity(model)))
     few, many = least - 1, least
     while not holds(many):
-        if many >= min(MOST, ENOUGH * least):
+        if many >= ENOUGH * least:
             last = outcomes[many]
             raise ConfigError(
-                f"Not even {many} engines do: 95% of first tokens take {last.first_token_p95_s:.2f} s, "
-                f"and {last.cold:.0%} of requests wait for a load. Give engines more host memory "
+                f"Not even {many} engines do: 95% of first tokens take {last.first_token_p95_s:.2f} s, and "
+                f"{last.cold:.0%} of requests wait for a load. Give engines more host memory "
                 "(engine.host_bytes), or raise --within-s."
             )
-        few, many = many, min(MOST, many + max(1, many - least + 1))
+        few, many = many, 2 * many - least + 1
     while many - few > 1:
         middle = (few + many) // 2
         few, many = (few, middle) if holds(middle) else (middle, many)
-    if many - 1 > away:
-        holds(many - 1)
-    return Sized(many, outcomes)
+    if few > scenario.kill + scenario.wave:
+        holds(few)
+    return many, outcomes
