@@ -49,30 +49,17 @@ LoadRate = Annotated[
 ReadRate = Annotated[
     float, typer.Option("--read-gb-s", min=0.01, help="Assume this read rate of the store's disk, GB/s.")
 ]
-Replicas = Annotated[
-    str | None,
-    typer.Option(help="Simulate these numbers of engines, by commas, and look for no fewest one."),
-]
+Replicas = Annotated[str | None, typer.Option(help="Only show these numbers of engines, by commas.")]
 Policies = Annotated[int, typer.Option(min=1, max=10_000_000, help="Number of policies.")]
 Rate = Annotated[float, typer.Option(min=0.1, max=1e5, help="Requests a second to all engines together.")]
-Prompt = Annotated[
-    int | None, typer.Option(min=1, max=10**6, help="Tokens of a prompt. Default: of the file, or 8.")
-]
-Answer = Annotated[
-    int | None, typer.Option(min=2, max=10**6, help="Tokens of an answer. Default: of the file, or 4.")
-]
-Within = Annotated[
-    float, typer.Option(min=0.001, max=600, help="Wish for 95% of first tokens within this many seconds.")
-]
+Prompt = Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt. Default: the file's, or 8.")]
+Answer = Annotated[int | None, typer.Option(min=2, help="Tokens of an answer. Default: the file's, or 4.")]
+Within = Annotated[float, typer.Option(min=0.001, help="95% of first tokens come within these seconds.")]
 Zipf = Annotated[float, typer.Option(min=0, max=3, help="Exponent of the policies' popularity.")]
 Host = Annotated[
     int | None,
-    typer.Option(
-        min=1, max=1_000_000,
-        help="Adapters that an engine's host tier holds. Default: those of engine.max_rank that "
-        "engine.host_bytes holds.",
-    ),
-]  # fmt: skip
+    typer.Option(min=1, help="Adapters that an engine holds. Default: what engine.host_bytes holds."),
+]
 Seconds = Annotated[float, typer.Option(min=10, max=86_400, help="Simulate this many seconds.")]
 Place = Annotated[
     Literal["both", "affinity", "chance"],
@@ -82,9 +69,7 @@ Place = Annotated[
 ]
 Kill = Annotated[
     int | None,
-    typer.Option(
-        min=0, max=1000, help="End so many engines after a third of the time. Default: 1; with --replicas, 0."
-    ),
+    typer.Option(min=0, max=1000, help="End so many engines on the way. Default: 1; with --replicas, 0."),
 ]
 Wave = Annotated[
     bool,
@@ -94,10 +79,7 @@ Calibrate = Annotated[
     Path | None,
     typer.Option(help="Read the engine's and the store's times from this JSON file; see docs/scale-out.md."),
 ]
-Measure = Annotated[
-    Path | None,
-    typer.Option(help="Measure the running engine with requests, a minute or less, and write such a file."),
-]
+Measure = Annotated[Path | None, typer.Option(help="Measure the running engine; write such a file.")]
 Plot = Annotated[Path | None, typer.Option(help="Write a plot to this .png or .svg file.")]
 Seed = Annotated[int, typer.Option(min=0, help="Draw traffic from this seed.")]
 

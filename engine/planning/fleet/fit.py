@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from statistics import mean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,11 +38,6 @@ class MeasuredLoad:
     wait_s: float
     rest_s: float
 
-    @property
-    def is_cold(self) -> bool:
-        """Whether each request waited for a load."""
-        return self.size == COLD_LOAD
-
 
 def closed_loop(
     env: Any, take: Callable[[SimulatedRequest], None], under_way: int, policies: Iterable[int]
@@ -68,8 +64,9 @@ def simulated(size: LoadSize, model: EngineModel, store: StoreModel) -> Measured
         engine.tier.update(dict.fromkeys(range(size.policies)))
     policies = (number % size.policies for number in range(size.requests))
     asked = closed_loop(env, engine.take, size.under_way, policies)
-    waits, rests = ([one.first - one.at for one in asked], [one.done - one.first for one in asked])
-    return MeasuredLoad(size, float(np.mean(waits)), float(np.mean(rests)))
+    return MeasuredLoad(
+        size, mean(one.first - one.at for one in asked), mean(one.done - one.first for one in asked)
+    )
 
 
 def fitted(loads: Sequence[MeasuredLoad], prompt: int, answer: int) -> dict[str, Any]:
@@ -86,7 +83,7 @@ def fitted(loads: Sequence[MeasuredLoad], prompt: int, answer: int) -> dict[str,
         [step_s / 2, alone.wait_s * (1 - share) / prompt, step_s / 10, alone.wait_s * share]
         for share in shares
     ]
-    if any(one.is_cold for one in loads):
+    if any(one.size == COLD_LOAD for one in loads):
         names, starts = [*names, "load_s", "fetch_s"], [[*one, step_s, alone.wait_s] for one in starts]
     shape, store = EngineModel(prompt=prompt, answer=answer, load_s=0.0), StoreModel(faults=0.0, spread=0.0)
 
