@@ -77,19 +77,14 @@ class EngineClient(ServiceClient):
 
     def timed(self, model: str, prompt: Sequence[int], answer: int) -> tuple[float, float]:
         """Have token ids answered; return seconds to the first of `answer` tokens, and on to the last."""
-        body = {
-            "model": model, "prompt": [*prompt], "max_tokens": answer, "temperature": 0, "ignore_eos": True,
-            "stream": True,
-        }  # fmt: skip
-        sent, moments = time.monotonic(), list[float]()
+        body = {"model": model, "prompt": [*prompt], "max_tokens": answer, "ignore_eos": True, "stream": True}
+        moments = [time.monotonic()]
         with self.http.stream("POST", "/v1/completions", json=body) as response:
             if not response.is_success:
                 response.read()
                 raise self._error_of(response)
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    moments.append(time.monotonic())
-        return moments[0] - sent, moments[-1] - moments[0]
+            moments += [time.monotonic() for line in response.iter_lines() if line.startswith("data: {")]
+        return moments[1] - moments[0], moments[-1] - moments[1]
 
     def samples(self, body: Mapping[str, Any], patience_s: float | None = None) -> dict[str, Any]:
         """Return `n` samples of one prompt (token ids), as `engine.serving.gateway.samples.Samples` asks.

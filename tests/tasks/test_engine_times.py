@@ -94,9 +94,9 @@ def test_a_running_engines_times_are_written_for_calibrate(params: Path) -> None
     found = json.loads(file.read_text())
     assert json.loads(done.stdout) == found
     assert (found["prompt"], found["answer"]) == (20, 4)
-    # Tokens take the same time beside others here, so a step takes all of it.
-    assert found["step_s"] == pytest.approx(TOKEN_S, rel=0.5)
-    assert found["fetch_s"] == pytest.approx(LOAD_S, rel=0.5)
+    # Tokens take the same time beside others here, so a step takes all of it. A busy machine sleeps longer.
+    assert 0.5 * TOKEN_S < found["step_s"] < 10 * TOKEN_S
+    assert 0.5 * LOAD_S < found["fetch_s"] < 10 * LOAD_S
     assert {len(body["prompt"]) for body in TimedEngine.asked} == {20}
     cold = [body["model"] for body in TimedEngine.asked[: COLD_LOAD.requests]]
     assert len(set(cold)) == COLD_LOAD.requests

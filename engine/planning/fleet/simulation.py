@@ -37,7 +37,9 @@ def simulate(
     scenario: Scenario, model: EngineModel, store: StoreModel, placement: Placement | None = None
 ) -> FleetOutcome:
     """Run a scenario, with another placement where one is given; the same seed gives the same outcome."""
-    return _Simulation(scenario, model, store, placement).run()
+    simulation = _Simulation(scenario, model, store)
+    simulation.placement = placement or simulation.placement
+    return simulation.run()
 
 
 def popularity(policies: int, zipf: float) -> NDArray[np.float64]:
@@ -47,13 +49,11 @@ def popularity(policies: int, zipf: float) -> NDArray[np.float64]:
 
 
 class _Simulation:
-    def __init__(
-        self, scenario: Scenario, model: EngineModel, store: StoreModel, placement: Placement | None
-    ):
+    def __init__(self, scenario: Scenario, model: EngineModel, store: StoreModel):
         self.scenario, self.model, self.chance = scenario, model, np.random.default_rng(scenario.seed)
         self.env = simpy_module().Environment()
         count = scenario.engines
-        self.placement: Placement = placement or (
+        self.placement: Placement = (
             Ring(scenario.policies, count) if scenario.affinity else Anywhere(self.chance)
         )
         self.engines = [
