@@ -12,8 +12,8 @@ one's. `observations_lost` are whole answers of both engines that the ledger doe
 `rollback_s` is from the tombstone until the last request was routed to the canary at any engine, at the
 latest that can be. `backup_lost` is what a backup under load lacks once it is restored elsewhere.
 `throughput_share` is tokens a second behind HAProxy over those of the same engines asked directly, in turns.
-`failover_share` is the controller's failover over its lease and its start. `plan_off` is how far the figures of
-`graftwork plan engines`, fitted to one engine, are off those of two. The default takes one scenario after
+`failover_share` is the controller's failover over its lease and its start. `plan_off` is how far the figures
+of `graftwork plan engines`, fitted to one engine, are off those of two. The default takes one scenario after
 another until its time is over, all but the last, `sizing`; `--long` takes all, each in its long form.
 """
 
