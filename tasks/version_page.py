@@ -5,8 +5,7 @@ Idempotent.
 """
 
 import time
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.catalog.opening import open_catalog
 from engine.catalog.records import served_name
@@ -145,12 +144,11 @@ def _link_metrics(client: "MlflowClient", policy: str, version: int, facts: Vers
     model_version = client.get_model_version(policy, str(version))
     # MLflow 3.17.2 loses `model_id` on the way; the source names the same logged model.
     scheme, _, model_id = str(model_version.source).partition(":/")
-    if not facts.score or not model_version.run_id or scheme != "models":
+    if not (score := facts.score) or not model_version.run_id or scheme != "models":
         return
-    named: dict[str, Any] = asdict(facts.score)
-    for name in ("mean", "low", "high", "items"):
+    named = {"mean": score.mean, "low": score.ci_low, "high": score.ci_high, "items": float(score.items)}
+    for name, value in named.items():
         # The scores' own time: logging them again writes the same point.
         client.log_metric(
-            model_version.run_id, f"{facts.suite}.{name}", float(named[name]), int(facts.score.at * 1000),
-            model_id=model_id,
-        )  # fmt: skip
+            model_version.run_id, f"{score.suite}.{name}", value, int(score.at * 1000), model_id=model_id
+        )

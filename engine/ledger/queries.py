@@ -11,12 +11,18 @@ import duckdb
 from engine.catalog.records import Release
 
 SCORES = """
-    SELECT suite_version, item, arg_max(score, "at"), max("at"), suite_version = (
-        SELECT arg_max(suite_version, "at") FROM scores WHERE base = $base AND suite = $suite)
-    FROM scores
+    SELECT suite_version, item, arg_max(score, "at"), max("at") FROM scores
     WHERE base = $base AND suite = $suite AND digest IS NOT DISTINCT FROM $digest
         AND (digest IS NULL OR policy = $policy) AND score IS NOT NULL
     GROUP BY suite_version, item ORDER BY suite_version, item
+"""
+# `SELECT *`: a snapshot written by an older version has fewer columns.
+NEWEST_ITEMS = """
+    SELECT * FROM scores
+    WHERE base = $base AND suite = $suite AND digest IS NOT DISTINCT FROM $digest
+        AND (digest IS NULL OR policy = $policy) AND score IS NOT NULL AND suite_version = (
+            SELECT arg_max(suite_version, "at") FROM scores WHERE base = $base AND suite = $suite)
+    QUALIFY row_number() OVER (PARTITION BY item ORDER BY "at" DESC) = 1 ORDER BY item
 """
 # Of each revision, and of the base, every known outcome on a version of a suite; the newest revisions first.
 OUTCOMES = """
@@ -102,13 +108,12 @@ TRAFFIC = """
 
 
 class LatestScore(NamedTuple):
-    """An item's latest score in [0, 1], at `at` (epoch s); `is_newest`: of the suite's newest version."""
+    """An item's latest score in [0, 1] by a version of the suite, at `at` (epoch s)."""
 
     version: str
     item: str
     score: float
     at: float
-    is_newest: bool
 
 
 def latest_scores(
@@ -117,6 +122,14 @@ def latest_scores(
     """Return a revision's scores on every version of a suite, by version and item; None is the base."""
     named = {"base": base, "policy": policy, "suite": suite, "digest": digest}
     return list(starmap(LatestScore, ledger.execute(SCORES, named).fetchall()))
+
+
+def newest_items(
+    ledger: duckdb.DuckDBPyConnection, base: str, policy: str, suite: str, digest: str | None
+) -> dict[str, dict[str, Any]]:
+    """Return a revision's newest rows on the suite's newest version, by item in order; None is the base."""
+    named = {"base": base, "policy": policy, "suite": suite, "digest": digest}
+    return {row["item"]: row for row in named_rows(ledger.execute(NEWEST_ITEMS, named))}
 
 
 def known_outcomes(

@@ -6,6 +6,7 @@ A canary's evidence is replayed in the order in which the controller saw it.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from engine.controller.advance import Evidence, advance
 from engine.ledger.canaries import CanaryReader
 from engine.ledger.evaluations import EvaluatorUse, costs_in_words, evaluator_uses, shadow_cost
 from engine.ledger.ledger import open_snapshot
-from engine.ledger.queries import canary_fallbacks, canary_ratings, canary_weights, named_rows
+from engine.ledger.queries import canary_fallbacks, canary_ratings, canary_weights, named_rows, newest_items
 from engine.ledger.shadows import ShadowReader
 from engine.quality.canary import FeedbackCounts
 from engine.quality.guards import GuardResult, RewardGuard
@@ -56,15 +57,6 @@ STEPS = f"""
 """
 # The first items of the suite are shown, whatever their scores: a choice by score would flatter.
 SAMPLES = 6
-# `SELECT *`: a snapshot written by an older version has fewer columns.
-ANSWERS = """
-    SELECT * FROM scores
-    WHERE base = $base AND suite = $suite AND digest IS NOT DISTINCT FROM $digest
-        AND (digest IS NULL OR policy = $policy) AND suite_version = (
-            SELECT arg_max(suite_version, "at") FROM scores WHERE base = $base AND suite = $suite)
-    QUALIFY row_number() OVER (PARTITION BY item ORDER BY "at" DESC) = 1
-    ORDER BY item LIMIT $most
-"""
 
 
 def collect(
@@ -161,17 +153,15 @@ def sample_answers(ledger: duckdb.DuckDBPyConnection, base: str, row: RevisionRo
     """Return answers before and after of a scored revision; None when nothing is known of its questions."""
     if row.score is None:
         return None
-    named = {"base": base, "policy": row.policy, "suite": row.score.suite, "most": SAMPLES}
     before, after = (
-        {one["item"]: one for one in named_rows(ledger.execute(ANSWERS, named | {"digest": digest}))}
-        for digest in (None, row.digest)
+        newest_items(ledger, base, row.policy, row.score.suite, digest) for digest in (None, row.digest)
     )
     pairs = tuple(
         AnswerPair(
             answer["question"],
             *(side[item][name] for side in (before, after) for name in ("answer", "score")),
         )
-        for item, answer in after.items()
+        for item, answer in islice(after.items(), SAMPLES)
         if item in before and answer.get("question")
     )
     return SampleAnswers(row.policy, row.digest, pairs) if pairs else None

@@ -29,15 +29,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class SuiteScore:
-    """Mean score and 95% interval of the base (digest None) or a revision on a suite."""
+    """Mean score and 95% interval on a suite, in [0, 1]; `at`, epoch seconds, is its newest item's."""
 
-    policy: str
-    digest: str | None
     suite: str
     items: int
     mean: float
     ci_low: float
     ci_high: float
+    at: float
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,10 @@ from typing import Any
 import duckdb
 
 from engine.catalog.records import Revision, Route
-from engine.ledger.queries import named_rows
+from engine.ledger.queries import newest_items
 from engine.report.links import Link
 from engine.settings.params import DIGEST12
 
-# `SELECT *`: a snapshot written by an older version has fewer columns.
-ROWS = """
-    SELECT * FROM scores
-    WHERE base = $base AND suite = $suite AND score IS NOT NULL AND digest IS NOT DISTINCT FROM $digest
-        AND (digest IS NULL OR policy = $policy) AND suite_version = (
-            SELECT arg_max(suite_version, "at") FROM scores WHERE base = $base AND suite = $suite)
-    ORDER BY "at"
-"""
 # Most items of each list, and characters of a text in a sentence.
 SHOWN, EXCERPT = 10, 80
 
@@ -41,12 +33,10 @@ def flipped_items(ledger: duckdb.DuckDBPyConnection, suite: str, revision: Revis
     first, whose scores differ most.
     """
     against, other = other_of(route, revision)
-
-    def answered(digest: str | None) -> dict[str, dict[str, Any]]:
-        named = {"base": revision.base, "suite": suite, "policy": revision.policy, "digest": digest}
-        return {row["item"]: row for row in named_rows(ledger.execute(ROWS, named))}
-
-    mine, theirs = answered(revision.digest), answered(against)
+    mine, theirs = (
+        newest_items(ledger, revision.base, revision.policy, suite, digest)
+        for digest in (revision.digest, against)
+    )
     pairs = [
         _pair(mine[item], theirs[item])
         for item in sorted(mine.keys() & theirs.keys())

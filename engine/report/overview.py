@@ -12,7 +12,7 @@ from typing import Any
 import duckdb
 
 from engine.catalog.catalog import Catalog, Revision, Route
-from engine.ledger.queries import latest_scores
+from engine.ledger.queries import newest_items
 from engine.quality.estimate import interval
 from engine.report.data import PolicyRow, RevisionRow, SuiteScore
 
@@ -137,8 +137,13 @@ def suite_score(
     ledger: duckdb.DuckDBPyConnection, base: str, policy: str, suite: str, digest: str | None
 ) -> SuiteScore | None:
     """Return mean score and 95% interval on the suite's newest version; a digest of None is the base."""
-    item_scores = latest_scores(ledger, base, policy, suite, digest)
-    scores = [one.score for one in item_scores if one.is_newest]
+    return mean_score(suite, newest_items(ledger, base, policy, suite, digest))
+
+
+def mean_score(suite: str, items: Mapping[str, Mapping[str, Any]]) -> SuiteScore | None:
+    """Return the mean score of the ledger's rows of items."""
+    scores = [row["score"] for row in items.values()]
     if not scores:
         return None
-    return SuiteScore(policy, digest, suite, len(scores), fmean(scores), *interval(scores))
+    measured_at = max(row["at"] for row in items.values())
+    return SuiteScore(suite, len(scores), fmean(scores), *interval(scores), measured_at)

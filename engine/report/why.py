@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from statistics import fmean
+from functools import partial
 from typing import Any
 
 import duckdb
@@ -19,12 +19,12 @@ from engine.catalog.opening import open_catalog
 from engine.catalog.records import served_name, split_served_name
 from engine.errors import Conflict, NotFound
 from engine.ledger.ledger import open_ledger
-from engine.ledger.queries import latest_scores, named_rows
-from engine.quality.estimate import Difference, interval, paired_difference
-from engine.report.data import HAS_CURVE, Curve
+from engine.ledger.queries import named_rows, newest_items
+from engine.quality.estimate import Difference, paired_difference
+from engine.report.data import HAS_CURVE, Curve, SuiteScore
 from engine.report.flipped_items import flipped_items
 from engine.report.links import Link
-from engine.report.overview import contract_of, role_of, suite_score, task_of
+from engine.report.overview import contract_of, mean_score, role_of, suite_score, task_of
 from engine.report.training import spoken
 from engine.settings.params import DIGEST12, Params
 from engine.training.service.train_step import TrainStep
@@ -56,17 +56,6 @@ NOT_BASE = "The base is not trained here."
 
 
 @dataclass(frozen=True)
-class MeanScore:
-    """A suite's mean score with its 95% interval, in [0, 1], and when it was measured (epoch seconds)."""
-
-    mean: float
-    low: float
-    high: float
-    items: int
-    at: float
-
-
-@dataclass(frozen=True)
 class VerdictRow:
     """One verdict; `at` is epoch seconds."""
 
@@ -88,10 +77,10 @@ class VersionFacts:
     bytes: int
     probe: dict[str, Any]
     children: tuple[str, ...] = ()
-    score: MeanScore | None = None
-    parent_score: MeanScore | None = None
-    champion_score: MeanScore | None = None
-    base_score: MeanScore | None = None
+    score: SuiteScore | None = None
+    parent_score: SuiteScore | None = None
+    champion_score: SuiteScore | None = None
+    base_score: SuiteScore | None = None
     against_champion: Difference | None = None
     verdicts: tuple[VerdictRow, ...] = ()
     steps: tuple[TrainStep, ...] = ()
@@ -144,31 +133,21 @@ def gather(params: Params, policy: str, digest: str) -> VersionFacts:
 
 
 def _measured(ledger: duckdb.DuckDBPyConnection, base: str, fixed: dict[str, Any]) -> dict[str, Any]:
-    def items(digest: str | None) -> dict[str, tuple[float, float]]:
-        scores = latest_scores(ledger, base, fixed["policy"], fixed["suite"], digest)
-        return {one.item: (one.score, one.at) for one in scores if one.is_newest}
-
-    mine, champion = items(fixed["digest"]), items(fixed["champion"])
-    common = sorted(set(mine) & set(champion))
+    of = partial(newest_items, ledger, base, fixed["policy"], suite := fixed["suite"])
+    mine, champion = of(fixed["digest"]), of(fixed["champion"])
+    common = [item for item in mine if item in champion]
     against = None
     if common and fixed["champion"] != fixed["digest"]:
-        against = paired_difference([mine[i][0] for i in common], [champion[i][0] for i in common])
+        against = paired_difference(*([side[i]["score"] for i in common] for side in (mine, champion)))
     verdicts = ledger.execute(VERDICTS, [fixed["policy"], fixed["digest"]]).fetchall()
     return {
-        "score": _mean(mine),
-        "base_score": _mean(items(None)),
-        "parent_score": _mean(items(fixed["parent"])) if fixed["parent"] else None,
-        "champion_score": _mean(champion) if fixed["champion"] else None,
+        "score": mean_score(suite, mine),
+        "base_score": mean_score(suite, of(None)),
+        "parent_score": mean_score(suite, of(fixed["parent"])) if fixed["parent"] else None,
+        "champion_score": mean_score(suite, champion) if fixed["champion"] else None,
         "against_champion": against,
         "verdicts": tuple(VerdictRow(*row) for row in verdicts),
     }
-
-
-def _mean(items: dict[str, tuple[float, float]]) -> MeanScore | None:
-    if not items:
-        return None
-    scores = [score for score, _ in items.values()]
-    return MeanScore(fmean(scores), *interval(scores), len(scores), max(at for _, at in items.values()))
 
 
 def why(params: Params, subject: str) -> Chain:
@@ -323,7 +302,7 @@ def _scores_link(facts: VersionFacts) -> Link:
     if facts.score is None:
         return Link("scores", False, f"It was not scored on {facts.suite or 'any suite'}.", scores)
     words = ", ".join(
-        f"{name} {score.mean:.1%} [{score.low:.1%}, {score.high:.1%}]"
+        f"{name} {score.mean:.1%} [{score.ci_low:.1%}, {score.ci_high:.1%}]"
         for name, score in named.items()
         if score
     )

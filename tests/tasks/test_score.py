@@ -13,7 +13,7 @@ from engine.base.families import BaseShapes
 from engine.catalog.opening import open_catalog
 from engine.errors import ConfigError, NotFound, ServiceError
 from engine.ledger.ledger import Ledger, open_snapshot
-from engine.ledger.queries import latest_scores
+from engine.ledger.queries import latest_scores, newest_items
 from engine.problems.procedural import Problem, render, reward
 from engine.problems.verifiers import RULES
 from engine.settings.params import BaseConfig, Params
@@ -173,7 +173,9 @@ def test_scores_by_an_older_rule_are_not_those_of_the_suite(serve, tmp_path, mon
     assert ingest(params) == 5
     with open_snapshot(params.paths.ledger_snapshot) as ledger:
         rows = latest_scores(ledger, BASE, "mine", "own", DIGEST)
-    assert {(row.version, row.is_newest) for row in rows} == {("1", False), ("1.2", True)}
+        newest = newest_items(ledger, BASE, "mine", "own", DIGEST).values()
+    assert {row.version for row in rows} == {"1", "1.2"}
+    assert {row["suite_version"] for row in newest} == {"1.2"}
 
 
 def test_an_unknown_suite_lists_the_known_ones(suites, tmp_path):
