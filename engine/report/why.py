@@ -133,12 +133,14 @@ def gather(params: Params, policy: str, digest: str) -> VersionFacts:
 
 
 def _measured(ledger: duckdb.DuckDBPyConnection, base: str, fixed: dict[str, Any]) -> dict[str, Any]:
-    of = partial(newest_items, ledger, base, fixed["policy"], suite := fixed["suite"])
+    suite = fixed["suite"]
+    of = partial(newest_items, ledger, base, fixed["policy"], suite)
     mine, champion = of(fixed["digest"]), of(fixed["champion"])
     common = [item for item in mine if item in champion]
     against = None
     if common and fixed["champion"] != fixed["digest"]:
-        against = paired_difference(*([side[i]["score"] for i in common] for side in (mine, champion)))
+        own, others = ([side[item]["score"] for item in common] for side in (mine, champion))
+        against = paired_difference(own, others)
     verdicts = ledger.execute(VERDICTS, [fixed["policy"], fixed["digest"]]).fetchall()
     return {
         "score": mean_score(suite, mine),
