@@ -16,6 +16,8 @@ RATE = 10.0
 # Long enough that the canary has no verdict of its own.
 OPEN = {"weight": 0.5, "min_units": 10_000}
 PAUSE_S = 4.0
+# Twice the bound: whatever is routed to the canary until then shows.
+WATCHED_S = 2.0
 
 
 @contextmanager
@@ -133,7 +135,8 @@ def rollback(cluster: Cluster, crowd: Crowd, name: str, withdraw: Withdraw) -> d
         wait_for(lambda: is_there(0) and is_there(1), f"the canary {name}")
         time.sleep(0.5)
         since = withdraw(cluster, policy, digest, after)
-        time.sleep(max(0.0, since + PAUSE_S - time.time()))
+        lasts_s = PAUSE_S if withdraw is paused else WATCHED_S
+        time.sleep(max(0.0, since + lasts_s - time.time()))
         after.close()
         ended = time.time()
 
