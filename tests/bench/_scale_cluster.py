@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from unittest.mock import patch
 from urllib.parse import parse_qs, urlsplit
 
 import _made
@@ -45,6 +46,8 @@ from tests.helpers.postgres import fresh_database, postgres
 BASE = "tiny-dense"
 START_S = 300.0
 BUCKET = "scale"
+# Where the older version's tree is put, beside the machines' directories.
+OLDER = "older"
 # Longer than any stream here, so that SIGTERM cuts none.
 SHUTDOWN_S = 15
 # What begins an installation, run by the version that begins it.
@@ -102,6 +105,12 @@ class Host:
             return httpx.get(f"{self.url}/graftwork/ready", timeout=5).status_code == 200
         return False
 
+    def running(self, key: str) -> float:
+        """Return how many sequences an engine computes."""
+        headers = {"authorization": f"Bearer {key}"}
+        lines = httpx.get(f"{self.url}/metrics", headers=headers, timeout=10).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
+
     def kill(self) -> None:
         """Kill the service and all that it started with SIGKILL."""
         assert self.process is not None
@@ -116,6 +125,20 @@ class Host:
         """Send SIGTERM, as a supervisor does, and do not wait."""
         assert self.process is not None
         self.process.terminate()
+
+    def trees(self) -> set[Path]:
+        """Return where each of the service's processes finds this project's modules, by its environment."""
+        assert self.process is not None
+        root = psutil.Process(self.process.pid)
+        show = [sys.executable, "-c", "import engine; print(engine.__file__)"]
+        found = set()
+        for one in [root, *root.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                shown = subprocess.run(
+                    show, env=one.environ(), cwd=one.cwd(), capture_output=True, text=True, check=True
+                )
+                found.add(Path(shown.stdout.strip()).parents[1])
+        return found
 
     def upgrade(self) -> None:
         """Run this version from the next start on."""
@@ -209,7 +232,7 @@ class Cluster:
 
 
 class Bucket:
-    """One machine's way to S3: a server of its own over the same objects. It has none that `gone` names."""
+    """One machine's way to S3: a server of its own over the same objects, but for those that `gone` names."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -250,6 +273,9 @@ def cluster(given: Params, beside: Path, is_old: bool = False) -> Iterator[Clust
     `is_old`: every service, and the catalog, is of the version before the catalog's schema changed last.
     """
     with ExitStack() as stack:
+        # Of the variables nothing stays that names what ends with the block.
+        stack.callback(S3FileSystem.clear_instance_cache)
+        stack.enter_context(patch.dict(os.environ))
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="scale-", dir=beside)))
         # Its server writes a line for each request.
         logging.getLogger("werkzeug").setLevel(logging.WARNING)
@@ -280,7 +306,7 @@ def cluster(given: Params, beside: Path, is_old: bool = False) -> Iterator[Clust
         secret = credential(home.paths, "events")
         variables = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
         if is_old:
-            variables |= older_version.variables(older_version.older_version(root / "older"))
+            variables |= older_version.variables(older_version.older_version(root / OLDER))
         (home.paths.root / "params.json").write_text(given_settings(home))
         begin = [sys.executable, "-c", BEGIN, str(home.paths.root / "params.json")]
         subprocess.run(begin, env=variables, check=True)

@@ -171,9 +171,10 @@ def rollouts(cluster: Cluster) -> dict[str, list[float]]:
     alone_s = time.monotonic() - began
     sample_groups(second.url, cluster.key, name, prompts[:1], SAMPLING)
     step = background(lambda: sample_over(engines.urls, cluster.key, name, prompts, SAMPLING))
-    time.sleep(alone_s / 4)
-    if step.done():
-        raise RuntimeError("The step ended before an engine was killed.")
+    wait_for(lambda: second.running(cluster.key) > 0, "the second engine's piece", every_s=0.01)
+    time.sleep(alone_s / 8)
+    if not second.running(cluster.key):
+        raise RuntimeError("The second engine's piece ended before it was killed.")
     second.kill()
     told = step.result(120)
     second.start()

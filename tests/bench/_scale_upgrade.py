@@ -1,16 +1,18 @@
-"""The older version's controller and engines become this one's, one at a time, while users ask."""
+"""Controller and engines of an older version become this one's while users ask; an engine that is stopped."""
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import httpx
 import psycopg
-from _scale_cluster import START_S, Cluster, Host, wait_for
+from _scale_cluster import OLDER, START_S, Cluster, Host, wait_for
 from _scale_kills import LONG, started_s, users
 from _scale_releases import asked_of
 from _scale_users import Asked, Crowd
 
 from engine.catalog.catalog import migrate
+from tests.helpers.repository import ROOT
 
 POLICIES, RATE = 4, 5.0
 # Streams of each way at the engine that stops.
@@ -39,26 +41,59 @@ def upgrade(cluster: Cluster, crowd: Crowd) -> dict[str, list[float]]:
     wait_for(
         lambda: all(any(one.is_whole for one in flow.asked) for flow in flows), "answers of all policies"
     )
+    hosts = (cluster.controller, *cluster.engines)
+    if any(host.trees() != {older_tree(cluster)} for host in hosts):
+        raise RuntimeError(f"The older version's services run {[host.trees() for host in hosts]}.")
     cluster.controller.upgrade()
     start_s = started_s(cluster)
-    streams, seconds = list[Asked](), list[float]()
+    streams = list[Asked]()
     for number, host in enumerate(cluster.engines):
-        ended, took = replace_under_load(cluster, crowd, host, policies, drains=bool(number))
-        streams += ended
-        seconds.append(took)
+        streams += stop_under_load(cluster, crowd, host, policies, drains=bool(number))[0]
+        host.upgrade()
+        host.start()
+        wait_for(host.is_ready, "it to be ready again", START_S)
+    if any(host.trees() != {ROOT} for host in hosts):
+        raise RuntimeError(f"After the upgrade the services run {[host.trees() for host in hosts]}.")
     time.sleep(1)
     for flow in flows:
         flow.rest()
-    for one in [one for one in (*streams, *asked_of(flows)) if not one.is_whole][:5]:
-        print(f"  not whole: {one.is_stream} {one.got} of {one.tokens} {one.fault}", flush=True)
+    tell_broken([*streams, *asked_of(flows)])
     return {
         "upgrade_failed": [sum(not one.is_whole for one in asked_of(flows))],
         "upgrade_requests": [len(asked_of(flows))],
-        "sigterm_streams": [len(streams)],
-        "sigterm_streams_broken": [sum(not one.is_whole for one in streams)],
-        "sigterm_s": seconds,
+        "upgrade_streams_broken": [sum(not one.is_whole for one in streams)],
+        "upgrade_streams": [len(streams)],
         "start_s": [start_s],
     }
+
+
+def sigterm(cluster: Cluster, crowd: Crowd) -> dict[str, list[float]]:
+    """Stop an engine of this version amid streams, without a word to HAProxy; it stays away."""
+    policies = [f"leaving-{number}" for number in range(POLICIES)]
+    for policy in policies:
+        cluster.publish(policy, 1)
+    flows = [crowd.arrive(cluster.url, policy, RATE, users()) for policy in policies]
+    wait_for(lambda: all(any(one.is_whole for one in flow.asked) for flow in flows), "the first answers")
+    streams, took = stop_under_load(cluster, crowd, cluster.engines[0], policies, drains=False)
+    time.sleep(1)
+    for flow in flows:
+        flow.rest()
+    tell_broken([*streams, *asked_of(flows)])
+    return {
+        "sigterm_failed": [sum(not one.is_whole for one in asked_of(flows))],
+        "sigterm_streams_broken": [sum(not one.is_whole for one in streams)],
+        "sigterm_streams": [len(streams)],
+        "sigterm_s": [took],
+    }
+
+
+def tell_broken(asked: Sequence[Asked]) -> None:
+    for one in [one for one in asked if not one.is_whole][:5]:
+        print(f"  not whole: {one.is_stream} {one.got} of {one.tokens} {one.fault}", flush=True)
+
+
+def older_tree(cluster: Cluster) -> Path:
+    return cluster.controller.params.paths.root.parent / OLDER
 
 
 def schema(cluster: Cluster) -> str:
@@ -67,10 +102,10 @@ def schema(cluster: Cluster) -> str:
         return str(connection.execute("SELECT version_num FROM alembic_version").fetchone()[0])
 
 
-def replace_under_load(
+def stop_under_load(
     cluster: Cluster, crowd: Crowd, host: Host, policies: Sequence[str], drains: bool
 ) -> tuple[list[Asked], float]:
-    """Stop an engine amid streams and start it as this version; return them, and how long the stop took."""
+    """Stop an engine amid streams; return those that were under way, and how long the stop took."""
     if drains:
         headers = {"authorization": f"Bearer {cluster.key}"}
         httpx.post(f"{host.url}/graftwork/drain", headers=headers, timeout=10).raise_for_status()
@@ -81,9 +116,9 @@ def replace_under_load(
         for url in (cluster.url, host.url)
     ]
     wait_for(lambda: all(flow.asked and flow.asked[0].got for flow in flows), "the streams", every_s=0.01)
-    under_way = sum(not flow.asked[0].ended for flow in flows)
-    if not under_way:
-        raise RuntimeError("Every stream had ended before the engine was stopped.")
+    under_way = [flow.asked[0] for flow in flows if not flow.asked[0].ended]
+    if not any(one.url == host.url for one in under_way):
+        raise RuntimeError("Every stream of the engine had ended before it was stopped.")
     process, began = host.process, time.monotonic()
     assert process is not None
     host.terminate()
@@ -92,7 +127,4 @@ def replace_under_load(
     for flow in flows:
         flow.rest()
     host.process = None
-    host.upgrade()
-    host.start()
-    wait_for(host.is_ready, "it to be ready again", START_S)
-    return asked_of(flows), took
+    return under_way, took

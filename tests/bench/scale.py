@@ -19,9 +19,9 @@ another until its time is over, all but the last, `sizing`; `--long` takes all, 
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import _record as record
+import httpx
 from _run import Run, options, start
 from _scale_backup import backups
 from _scale_cluster import Cluster, cluster, wait_for
@@ -29,11 +29,13 @@ from _scale_front import faults, throughput
 from _scale_kills import ENDS, failover, kills, rollouts, started_s
 from _scale_releases import promotions, rollbacks, unloadable
 from _scale_sizing import sizing
-from _scale_upgrade import upgrade
+from _scale_upgrade import sigterm, upgrade
 from _scale_users import Crowd
 
 from engine.errors import GraftworkError
 from engine.settings.params import load_params
+from engine.threads import background
+from tests.helpers.older_version import older_commit
 
 BOUNDS = {
     "failed_requests": record.within(0),
@@ -48,6 +50,8 @@ BOUNDS = {
     "unloadable_failed": record.within(0),
     "rollback_s": record.at_most(1.0),
     "upgrade_failed": record.within(0),
+    "upgrade_streams_broken": record.within(0),
+    "sigterm_failed": record.within(0),
     "sigterm_streams_broken": record.within(0),
     "rollouts_unlike": record.within(0),
     "backup_lost": record.within(0),
@@ -74,20 +78,23 @@ def scenarios(site: Cluster, crowd: Crowd, repeats: int, is_long: bool) -> dict[
         "rollouts": lambda: rollouts(site),
         "failover": lambda: failover(site, started_s(site)),
         "throughput": lambda: throughput(site, 2 * repeats),
+        # It leaves one engine.
+        "sigterm": lambda: sigterm(site, crowd),
         "sizing": lambda: sizing(site, 2 * repeats, site.controller.params.paths.root.parents[1]),
     }
 
 
-NAMES = ("upgrade", "releases", "rollback", "kills", "rollouts", "failover", "throughput", "sizing")
+NAMES = (
+    "upgrade", "releases", "rollback", "kills", "rollouts", "failover", "throughput", "sigterm", "sizing",
+)  # fmt: skip
 
 
 def releases(site: Cluster, crowd: Crowd, repeats: int, is_long: bool) -> Found:
     """Promote, meet faulty adapters and back up, while the release that cannot be loaded everywhere waits."""
     root = site.controller.params.paths.root
-    with ThreadPoolExecutor(1) as pool:
-        held = pool.submit(unloadable, site, crowd)
-        found = promotions(site, crowd, repeats) | faults(site, crowd, root, is_long)
-        return found | backups(site, crowd, root.parent) | held.result()
+    held = background(lambda: unloadable(site, crowd))
+    found = promotions(site, crowd, repeats) | faults(site, crowd, root, is_long)
+    return found | backups(site, crowd, root.parent) | held.result(180)
 
 
 def observations(site: Cluster, crowd: Crowd) -> dict[str, list[float]]:
@@ -97,15 +104,15 @@ def observations(site: Cluster, crowd: Crowd) -> dict[str, list[float]]:
     asked = [one for one in crowd.asked if one.policy != site.base.name]
     whole, policies = [one for one in asked if one.is_whole], sorted({one.policy for one in asked})
     broken = sum(one.status in (0, 200) and not one.is_whole for one in asked)
-    known: set[str] = set()
+    known = dict[str, int]()
 
     def are_there() -> bool:
         query = (
-            "SELECT id FROM observations WHERE status = 200 AND NOT id LIKE '%-canary' "
-            "AND policy IN (SELECT unnest(?))"
+            "SELECT id, count(*) FROM observations WHERE status = 200 AND NOT id LIKE '%-canary' "
+            "AND policy IN (SELECT unnest(?)) GROUP BY id"
         )
         known.clear()
-        known.update(str(row[0]) for row in site.ledger(query, [policies]))
+        known.update((str(row[0]), int(row[1])) for row in site.ledger(query, [policies]))
         return all(one.id in known for one in whole)
 
     try:
@@ -117,7 +124,7 @@ def observations(site: Cluster, crowd: Crowd) -> dict[str, list[float]]:
         print(f"  lost: {one.policy} {one.url} {one.sent}", flush=True)
     return {
         "observations_lost": [len(lost)],
-        "observations_extra": [max(0, len(known) - len(whole) - broken)],
+        "observations_extra": [max(0, sum(known.values()) - len(whole) - broken)],
         "answers": [len(whole)],
     }
 
@@ -135,7 +142,8 @@ def main() -> None:
     # In their order: the upgrade is first.
     only = given.only or (NAMES if run.is_long else NAMES[:-1])
     names = [name for name in NAMES if name in only]
-    is_old = "upgrade" in names
+    if is_old := "upgrade" in names:
+        older_commit()
     with cluster(load_params(given.params), given.out, is_old) as site, Crowd(site.key) as crowd:
         known = scenarios(site, crowd, repeats, run.is_long)
 
@@ -145,10 +153,13 @@ def main() -> None:
             try:
                 take(figures, known[name]())
                 print(f"  {name}: {time.monotonic() - began:.1f} s", flush=True)
-            except (RuntimeError, GraftworkError) as error:
+            except (RuntimeError, GraftworkError, httpx.HTTPError, TimeoutError) as error:
                 # The others are still worth their time; no figure counts then.
                 print(f"  {name} failed: {error}", flush=True)
                 failed.append(name)
+            finally:
+                for flow in crowd.flows:
+                    flow.stop()
 
         taken = run.repeats("scenario", one, most=len(names))
         # What a scenario leaves that was cut off says nothing: an engine may be dead, and its events with it.

@@ -16,9 +16,13 @@ RECORDS = "engine/catalog/records.py"
 def older_commit() -> str:
     """Return the commit before the catalog's schema changed last; `RuntimeError` without the history."""
     changed = _git("log", "-1", "--format=%H", "-G^SCHEMA_VERSION", "--", RECORDS).strip()
-    if not changed:
-        raise RuntimeError("The older version comes from Git's history, and this is no clone with all of it.")
-    return _git("rev-parse", f"{changed}^").strip()
+    older = _git("rev-parse", "--verify", "--quiet", f"{changed}^").strip() if changed else ""
+    if not older:
+        raise RuntimeError(
+            "The older version comes from Git's history, and this is no clone with all of it. Make one, or "
+            "name scenarios without `upgrade` with --only."
+        )
+    return older
 
 
 def older_version(folder: Path) -> Path:

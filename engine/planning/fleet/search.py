@@ -10,11 +10,12 @@ ENOUGH = 32
 Outcomes = dict[int, FleetOutcome]
 
 
-def capacity(model: EngineModel) -> float:
-    """Return the most requests a second that one engine answers with warm adapters."""
+def capacity(model: EngineModel, adapters: float = 1) -> float:
+    """Return the most requests a second that one engine answers of so many warm adapters."""
     tokens = model.prompt + model.answer - 1
     begun = min(model.rows / model.answer, model.budget / tokens)
-    steps = begun / (model.step_s + model.token_s * begun * tokens + model.adapter_s)
+    different = min(adapters, begun * model.answer)
+    steps = begun / (model.step_s + model.token_s * begun * tokens + model.adapter_s * different)
     return min(steps, 1 / model.request_s) if model.request_s else steps
 
 

@@ -11,7 +11,7 @@ from tests.helpers.bench_files import load
 
 pytestmark = [pytest.mark.slow, pytest.mark.services, pytest.mark.timeout(1800)]
 # Not what a busy machine decides: the share of throughput.
-NAMES = ("releases", "rollback", "kills", "rollouts", "failover")
+NAMES = ("releases", "rollback", "kills", "rollouts", "failover", "sigterm")
 
 
 @pytest.fixture(scope="module")

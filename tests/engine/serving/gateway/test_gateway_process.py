@@ -33,14 +33,19 @@ def started(root: Path, port: int, step_s: float = 0.0, *shared: str) -> subproc
     command = [sys.executable, str(PROGRAM), str(root), str(port), str(step_s), *shared]
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
     deadline = time.monotonic() + 60
-    while True:
-        try:
-            httpx.get(f"http://127.0.0.1:{port}/v1/models")
-            return process
-        except httpx.TransportError:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    try:
+        while True:
+            try:
+                httpx.get(f"http://127.0.0.1:{port}/v1/models")
+                return process
+            except httpx.TransportError:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
 
 
 @contextmanager

@@ -171,7 +171,8 @@ def kills(machines: tuple[Machine, Machine], root: Path, times: int) -> None:
         assert began <= {row.id.removeprefix("cmpl-") for row in machine.rows()}
     assert len(ended) == sum(row.has_ended for row in rows)
     assert not ended.keys() & {row.id for row in lost}
-    assert len(asked_again) + len(lost) <= CLIENTS * times
+    # Each kill met some of the clients, and each client at most once.
+    assert times <= len(asked_again) + len(lost) <= CLIENTS * times
     # Every answer is billed as its client was told, but for one that was sent right before a kill.
     unbilled = answered.keys() - ended.keys()
     assert unbilled <= {row.id for row in asked_again}
