@@ -87,8 +87,9 @@ def restore_backup(
     Idempotent until it has succeeded: killed at any moment and started again, it goes on.
 
     Raises `NotFound` where there is no finished backup, `DamagedBytes` or `MissingBytes` for a damaged one,
-    `ConfigError` for one of a newer or too old a version, `Conflict` when it is not the expected one, or when
-    the state directory, the store, the catalog's database or a suite of the same name is in use.
+    `ConfigError` for one of a newer or too old a version, or when its suites cannot be written, `Conflict`
+    when it is not the expected one, or when the state directory, the store, the catalog's database or a suite
+    of the same name is in use.
     """
     expected = checked_digest(expect) if expect is not None else ""
     place, name = find(address)
@@ -111,7 +112,7 @@ def restore_backup(
     with _draft_of(params, f"{place.address}/{name}", manifest) as (draft, goes_on):
         done = _Progress(sum(file.size for file in manifest.files), on_bytes)
         files = {kind: _of_kind(manifest, kind) for kind in FOLDERS}
-        _refuse_other_suites(params, files["suites"])
+        _refuse_suites_dir(params, files["suites"])
         if params.catalog.url and not goes_on:
             require_empty(params.catalog.url)
         _bring_store(params, place, manifest, files["store"], draft, goes_on, done)
@@ -316,7 +317,7 @@ def _parts(place: BackupPlace, file: StoredFile) -> Iterator[bytes]:
     return map(place.object, file.parts)
 
 
-def _refuse_other_suites(params: Params, files: dict[str, StoredFile]) -> None:
+def _refuse_suites_dir(params: Params, files: dict[str, StoredFile]) -> None:
     for inside, file in files.items():
         path = params.suites_dir / inside
         if path.exists() and not _is_there(file, path):
@@ -324,6 +325,17 @@ def _refuse_other_suites(params: Params, files: dict[str, StoredFile]) -> None:
                 f"{path} differs from the file in the backup, and a restore writes over nothing. Nothing was "
                 "changed. Set another `suites_dir`, or move it away."
             )
+    root = params.suites_dir
+    if all((root / inside).exists() for inside in files):
+        return
+    try:
+        with tempfile.TemporaryFile(dir=next(path for path in (root, *root.parents) if path.exists())):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"The backup has suites, and {root} cannot be written: {error.strerror}. Nothing was changed. "
+            "Set another `suites_dir`."
+        ) from None
 
 
 def _bring_suites(params: Params, place: BackupPlace, files: dict[str, StoredFile], done: _Progress) -> None:
@@ -364,7 +376,7 @@ def _bring_catalog(
     if not params.catalog.url:
         return revoked
     try:
-        copy_catalog(url, params.catalog.url)
+        copy_catalog(url, params.catalog.url, known_alone=True)
     except Conflict:
         # Filled by this restore, before a kill?
         if not (goes_on and _is_same(url, params.catalog.url)):

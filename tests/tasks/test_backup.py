@@ -52,6 +52,7 @@ from tasks import restore_backup as restoring
 from tasks.backup import backup, newest
 from tasks.doctor import examine
 from tasks.restore_backup import restore_backup
+from tests.engine.catalog.test_two_versions import migrate_as_a_newer_version
 from tests.helpers.backup_children import CALLS, FAULT
 from tests.helpers.command_line import graftwork
 from tests.helpers.kept_adapters import BASE, SHAPES, add_policy, keep, settings
@@ -644,6 +645,32 @@ def test_a_backup_of_265b009_is_restored(params: Params, tmp_path: Path) -> None
     with closing(whole_catalog(there.paths.catalog_url)) as catalog:
         assert [row.name for row in catalog.policies.page()] == ["sorting"]
     ledgers.Ledger(there.paths.ledger).close()
+
+
+def test_a_backup_of_an_older_version_on_a_newer_catalog_is_restored_into_another_database(
+    params: Params, tmp_path: Path
+) -> None:
+    migrate_as_a_newer_version(params.paths.catalog_url)
+    backup(params, str(tmp_path / "kept"))
+    there = elsewhere(params, catalog={"url": f"sqlite:///{tmp_path}/other/catalog.db"})
+    restore_backup(there, str(tmp_path / "kept"))
+    assert content(there) == content(params)
+
+
+def test_suites_that_cannot_be_written_are_told_before_anything_is_restored(
+    params: Params, tmp_path: Path
+) -> None:
+    kept = str(tmp_path / "kept")
+    backup(params, kept)
+    there = elsewhere(params, store={"url": f"file://{tmp_path}/other_store"})
+    there.suites_dir.write_text("no directory")
+    with pytest.raises(ConfigError, match=r"suites cannot be written.*Nothing was changed"):
+        restore_backup(there, kept)
+    assert (there.state_dir.exists(), (tmp_path / "other_store").exists()) == (False, False)
+    there.suites_dir.unlink()
+    # Suites that are there need no writing.
+    shutil.copytree(params.suites_dir, there.suites_dir)
+    restore_backup(there, kept)
 
 
 def test_a_restore_writes_over_nothing(params: Params, tmp_path: Path) -> None:
