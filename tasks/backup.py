@@ -78,7 +78,8 @@ def backup(
 ) -> BackupResult:
     """Write a backup of the installation to a directory or URL.
 
-    `keep` is how many backups stay there, the newest; None: all. `on_file` is called after each file.
+    `keep` is how many backups stay there, the newest; None: all. While segments are missing, all stay.
+    `on_file` is called after each file.
     Idempotent: killed at any moment and started again, it goes on from the parts that are there.
 
     Raises `Conflict` while another backup runs or when the place has another catalog's backups, `NotFound`
@@ -123,7 +124,8 @@ def backup(
                 "was published. Run it again."
             )
         name, digest = publish(place, manifest)
-        kept, removed = _tidy(place, keep, hold)
+        # What this one lacks may be in an older one alone.
+        kept, removed = _tidy(place, None if writer.missing else keep, hold)
         result = BackupResult(
             place.address, name, digest, len(writer.files), writer.size, writer.new, removed, kept, mlflow,
             writer.missing,

@@ -61,6 +61,7 @@ def create(
         raise MissingBytes(
             f"The backup is finished, but {len(lost)} segments that the catalog names are not in the store, "
             f"and so not in the backup ({', '.join(lost[:3])}). `graftwork store verify` names the revisions."
+            " No older backup was removed, since it may have them."
         )
 
 

@@ -524,10 +524,18 @@ def test_missing_segments_are_named_and_the_rest_is_backed_up(params: Params, tm
     file = params.state_dir.parent / "params.yaml"
     with opened(params) as state:
         row = next(iter(pages(state.catalog)))[0]
+        whole = backup(params, str(tmp_path / "kept"))
         state.store.path(row.segment).unlink()
-    said = graftwork("backup", "create", str(tmp_path / "kept"), "--params", str(file))
+    said = graftwork("backup", "create", str(tmp_path / "kept"), "--keep", "1", "--params", str(file))
     assert said.returncode == MissingBytes.exit_code
     assert row.segment in said.stderr
+    assert "No older backup was removed" in said.stderr
+    # By this line the chart's loop knows a finished backup.
+    assert said.stdout.startswith("Backup ")
+    older = elsewhere(params, "older")
+    restore_backup(older, str(tmp_path / "kept" / "backups" / whole.name))
+    with opened(older) as state:
+        assert state.is_whole(row)
     there = elsewhere(params)
     restore_backup(there, str(tmp_path / "kept"))
     with opened(there) as state:
