@@ -165,7 +165,7 @@ def test_requests_and_images_are_the_users_to_choose() -> None:
     resources = rendered(
         engine={"resources": {"requests": {"memory": "64Gi"}, "limits": {"nvidia.com/gpu": 1}}},
         image={"repository": "registry.example/graftwork", "tag": "2", "digest": digest},
-        haproxy={"image": f"haproxy@{digest}"},
+        haproxy={"image": f"haproxy:2.8@{digest}"},
     )
     (engine,) = found(resources, "Deployment", "gw-engine")["spec"]["template"]["spec"]["containers"]
     assert engine["resources"] == {
@@ -175,7 +175,7 @@ def test_requests_and_images_are_the_users_to_choose() -> None:
     images = {
         one["image"] for resource in resources for pod in pods_in(resource) for one in containers_of(pod)
     }
-    assert images == {f"registry.example/graftwork@{digest}", f"haproxy@{digest}"}
+    assert images == {f"registry.example/graftwork@{digest}", f"haproxy:2.8@{digest}"}
 
 
 OURS = {"app.kubernetes.io/name": "graftwork", "app.kubernetes.io/instance": "gw"}
@@ -249,6 +249,8 @@ def test_a_catalog_is_migrated_before_an_upgrade_and_by_nothing_in_a_rollback(tm
     assert own == settings(resources, "params.yaml", tmp_path).model_dump(exclude={"source"})
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert parses(container["command"])
+    # Helm gives a hook up after 5 minutes.
+    assert job["spec"]["activeDeadlineSeconds"] < 300
 
 
 def parses(command: list[str]) -> bool:
@@ -288,16 +290,20 @@ def test_the_backup_sees_what_the_controller_has(tmp_path: Path) -> None:
 
 
 def test_a_backup_that_fails_is_tried_again_and_its_pod_ends_at_once(tmp_path: Path) -> None:
-    """The script as it is, with programs of these names that note how they were called."""
+    """The script as it is, with programs of these names that note how they were called.
+
+    The second backup is finished, and exits as where segments are missing or a service does not answer.
+    """
     said = tmp_path / "said"
-    graftwork = f'echo "$0 $*" | sed "s#{tmp_path}/##" >> {said}; [ $(grep -c create {said}) -gt 1 ]'
-    sleep = f'echo "$0 $*" | sed "s#{tmp_path}/##" >> {said}; [ "$1" != 86400 ] || exec /bin/sleep 60'
+    note = f'echo "$0 $*" | sed "s#{tmp_path}/##" >> {said}'
+    graftwork = f'{note}; [ $(grep -c create {said}) = 1 ] || echo "Backup NAME in PLACE"; exit 7'
+    sleep = f'{note}; [ "$1" != 86400 ] || exec /bin/sleep 60'
     for name, body in (("graftwork", graftwork), ("sleep", sleep)):
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     one = backup_container(place="s3://backups/it's here", keep=3)
     words = shlex.split(next(line for line in one["args"][0].splitlines() if " create " in line))
-    assert parses(words[: words.index("&")])
+    assert parses(words[: words.index(">")])
     variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PLACE": one["env"][0]["value"]}
     process = subprocess.Popen([*one["command"], *one["args"]], env=variables, start_new_session=True)
     try:
@@ -315,7 +321,7 @@ def test_a_backup_that_fails_is_tried_again_and_its_pod_ends_at_once(tmp_path: P
 
 def test_a_restore_has_the_controllers_volume_for_itself() -> None:
     resources = rendered(**CHANGES["restored"])
-    (pod,) = pods_in(found(resources, "Job", "gw-restore"))
+    (pod,) = pods_in(restore_job(resources))
     (container,) = pod["spec"]["containers"]
     assert container["command"][3:5] == ["/backup", "--revoke-all-keys"]
     assert parses(container["command"])
@@ -339,7 +345,29 @@ def test_a_restore_has_the_controllers_volume_for_itself() -> None:
     assert not [one for one in resources if one["kind"] == "HorizontalPodAutoscaler"]
     again = rendered(**CHANGES["restored"] | {"restore": []})
     assert found(again, "StatefulSet", "gw-controller")["spec"]["replicas"] == 1
-    assert not [one for one in again if one["metadata"]["name"] in ("gw-restore", claims["state"])]
+    assert not [one for one in again if one["metadata"]["name"] == claims["state"]]
+    assert {one["metadata"]["name"] for one in again if one["kind"] == "Job"} == {"gw-migrate"}
+
+
+def restore_job(resources: list[dict[str, Any]]) -> dict[str, Any]:
+    (job,) = [one for one in resources if one["metadata"]["name"].startswith("gw-restore-")]
+    return job
+
+
+def test_a_restore_that_is_asked_otherwise_is_another_job() -> None:
+    """Kubernetes refuses a change of a Job's pod."""
+    engine = NEEDED["settings"] | {"engine": {"max_rank": 16}}
+    changes: list[dict[str, Any]] = [
+        {},
+        {"restore": ["s3://backups", "--revoke-all-keys"]},
+        {"image": {"tag": "2"}},
+        {"settings": engine},
+        {"jobs": {"resources": {"requests": {"cpu": "1"}}}},
+    ]
+    jobs = [restore_job(rendered(**{"restore": ["s3://backups"]} | change)) for change in changes]
+    assert len({job["metadata"]["name"] for job in jobs}) == len(changes)
+    same = rendered(restore=["s3://backups"], haproxy={"replicas": 3})
+    assert restore_job(same) == jobs[0]
 
 
 def test_every_service_and_policy_finds_its_pods() -> None:
@@ -448,6 +476,8 @@ def rules(text: str) -> set[str]:
         ({"haproxy": {"image": "haproxy@sha256:abc"}}, "image"),
         ({"backup": {"place": "backups"}}, "place"),
         ({"restore": "s3://backups"}, "restore"),
+        ({"backup": {"place": "/backup"}}, r"/backup is on no volume: set backup\.claim"),
+        ({"restore": ["/backup/backups/a.json"]}, r"a\.json is on no volume: set backup\.claim"),
     ],
 )
 def test_bad_values_are_refused(change: dict[str, Any], named: str) -> None:
