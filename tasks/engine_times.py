@@ -9,9 +9,12 @@ from typing import Any
 
 from engine.catalog.opening import open_catalog
 from engine.clients.engine import EngineClient
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ServiceError
+from engine.planning.fleet.assumptions import EngineModel
 from engine.planning.fleet.fit import COLD_LOAD, LOADS, LoadSize, MeasuredLoad, fitted
+from engine.planning.memory import BATCHED_TOKENS
 from engine.settings.params import Params
+from tasks.fleet_plan import refuse_unless_writable
 from tasks.outcome import local_key
 
 # Routes that are looked at for policies whose adapters are not loaded.
@@ -25,10 +28,12 @@ def measure(params: Params, prompt: int, answer: int, file: Path) -> dict[str, A
     """Ask the settings' engine, and write the times that its answers show to a JSON file.
 
     Loads are measured where enough policies' adapters are not on the engine. Raises `ConfigError` without
-    policies or without the file's directory.
+    policies, for answers of one token, and for a file that cannot be written; `ServiceError` where the engine
+    does not answer token by token.
     """
-    if not file.parent.is_dir():
-        raise ConfigError(f"--measure {file}: there is no directory {file.parent}. Make it first.")
+    refuse_unless_writable("--measure", file)
+    if answer < 2:
+        raise ConfigError("--measure takes the time between tokens. Give an --answer of 2 or more.")
     with open_catalog(params.paths) as catalog:
         names = [route.policy for route in catalog.routes.page(limit=LOOKED_AT) if route.champion]
     if not names:
@@ -47,11 +52,15 @@ def measure(params: Params, prompt: int, answer: int, file: Path) -> dict[str, A
 
             with ThreadPoolExecutor(size.under_way) as pool:
                 waits, rests = zip(*pool.map(timed, range(size.requests)), strict=True)
+            if not any(rests):
+                raise ServiceError("The engine sends each answer in one piece. Give a longer --answer.")
             return MeasuredLoad(size, mean(waits), mean(rests))
 
         cold = [load(COLD_LOAD, absent)] if len(absent) >= COLD_LOAD.policies else []
         load(LOADS[-1], names)
         loads = [load(size, names) for size in LOADS]
-    found = fitted([*loads, *cold], prompt, answer)
+    rows = params.engine.max_num_seqs
+    shape = EngineModel(rows=rows, budget=max(BATCHED_TOKENS, rows), prompt=prompt, answer=answer)
+    found = fitted([*loads, *cold], shape)
     file.write_text(json.dumps(found, indent=2) + "\n")
     return found

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -29,6 +30,8 @@ def read_models(file: Path | None) -> tuple[EngineModel, StoreModel]:
         given = json.loads(file.read_text())
     except FileNotFoundError:
         raise ConfigError(f"There is no file {file}. Write one, or leave --calibrate out.") from None
+    except OSError as error:
+        raise ConfigError(f"--calibrate {file} cannot be read: {error.strerror}. Give a JSON file.") from None
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON: {error}.") from None
     if not isinstance(given, dict):
@@ -79,7 +82,7 @@ def size(
     found, fewer = outcomes[count], outcomes.get(count - 1)
     if fewer is None:
         why = "none would be left"
-    elif not fewer.keeps_up:
+    elif not fewer.keeps_up or math.isnan(fewer.first_token_p95_s):
         why = f"requests pile up, {fewer.left} wait at the end"
     else:
         why = f"it takes {fewer.first_token_p95_s:.2f} s"
@@ -87,7 +90,8 @@ def size(
         f"{count} engines{' with ' * bool(down)}{' and '.join(down)}: 95% of requests have their first token "
         f"within {found.first_token_p95_s:.2f} s ({within_s:g} s wished for).",
         f"{count - 1} are too few: {why}.",
-        f"An engine answers at most {capacity(engine):.3g} requests a second ({engine.prompt} tokens in, "
+        f"An engine answers at most {capacity(engine):.3g} requests a second of one policy, "
+        f"{capacity(engine, engine.rows):.3g} where each is of another ({engine.prompt} tokens in, "
         f"{engine.answer} out).",
         f"It holds {scenario.host} of {scenario.policies} adapters: {found.cold:.1%} of requests wait for "
         "a load.",
@@ -143,12 +147,23 @@ def row(outcome: FleetOutcome) -> dict[str, str]:
     }
 
 
-def plot(outcomes: Sequence[FleetOutcome], file: Path, within_s: float | None = None) -> None:
-    """Draw the p95 to the first token, cold requests and cost by number of replicas, as PNG or SVG."""
+def refuse_unless_writable(option: str, file: Path) -> None:
+    """Raise `ConfigError` unless the file of this option can be written."""
+    if not file.parent.is_dir():
+        raise ConfigError(f"{option} {file}: there is no directory {file.parent}. Make it first.")
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"{option} {file} cannot be written. Give a file that you may write.")
+
+
+def refuse_unless_plottable(file: Path) -> None:
+    """Raise `ConfigError` unless `plot` can write this file."""
     if file.suffix not in (".png", ".svg"):
         raise ConfigError(f"--plot {file} must end in .png or .svg.")
-    if not file.parent.is_dir():
-        raise ConfigError(f"--plot {file}: there is no directory {file.parent}. Make it first.")
+    refuse_unless_writable("--plot", file)
+
+
+def plot(outcomes: Sequence[FleetOutcome], file: Path, within_s: float | None = None) -> None:
+    """Draw the p95 to the first token, cold requests and cost by number of replicas, as PNG or SVG."""
     import matplotlib as mpl
 
     mpl.use("Agg")

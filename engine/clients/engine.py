@@ -68,23 +68,31 @@ class EngineClient(ServiceClient):
         `body` is OpenAI's. Leaving the block stops the answer. Raises the error of the engine's answer; the
         pieces raise `ServiceError` when the answer breaks off.
         """
-        request = self.http.build_request("POST", "/v1/chat/completions", json={**body, "stream": True})
+        with self._stream("/v1/chat/completions", body) as response:
+            yield response.headers["x-graftwork-revision"], _pieces(response)
+
+    def timed(self, model: str, prompt: Sequence[int], answer: int) -> tuple[float, float]:
+        """Have token ids answered; return seconds to the first of `answer` tokens, and on to the last.
+
+        Raises the error of the engine's answer, and `ServiceError` when it breaks off or has no token.
+        """
+        body = {"model": model, "prompt": [*prompt], "max_tokens": answer, "ignore_eos": True}
+        began = time.monotonic()
+        with self._stream("/v1/completions", body) as response:
+            moments = [time.monotonic() for _ in _events(response)]
+        if not moments:
+            raise ServiceError(f"The engine's answer of {model!r} has no token. Look into its log.")
+        return moments[0] - began, moments[-1] - moments[0]
+
+    @contextmanager
+    def _stream(self, path: str, body: Mapping[str, Any]) -> Iterator[httpx.Response]:
+        """Give the successful answer to a request for a stream; leaving the block stops it."""
+        request = self.http.build_request("POST", path, json={**body, "stream": True})
         with closing(self._patiently(lambda: self.http.send(request, stream=True))) as response:
             if not response.is_success:
                 response.read()
                 raise self._error_of(response)
-            yield response.headers["x-graftwork-revision"], _pieces(response)
-
-    def timed(self, model: str, prompt: Sequence[int], answer: int) -> tuple[float, float]:
-        """Have token ids answered; return seconds to the first of `answer` tokens, and on to the last."""
-        body = {"model": model, "prompt": [*prompt], "max_tokens": answer, "ignore_eos": True, "stream": True}
-        moments = [time.monotonic()]
-        with self.http.stream("POST", "/v1/completions", json=body) as response:
-            if not response.is_success:
-                response.read()
-                raise self._error_of(response)
-            moments += [time.monotonic() for line in response.iter_lines() if line.startswith("data: {")]
-        return moments[1] - moments[0], moments[-1] - moments[1]
+            yield response
 
     def samples(self, body: Mapping[str, Any], patience_s: float | None = None) -> dict[str, Any]:
         """Return `n` samples of one prompt (token ids), as `engine.serving.gateway.samples.Samples` asks.
@@ -117,7 +125,14 @@ class EngineClient(ServiceClient):
 
 
 def _pieces(response: httpx.Response) -> Iterator[str]:
-    """Yield the texts of a streamed chat: server-sent events, one a line."""
+    """Yield the texts of a streamed chat."""
+    for event in _events(response):
+        for choice in event["choices"]:
+            yield choice["delta"].get("content") or ""
+
+
+def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a stream's server-sent events, one a line."""
     try:
         for line in response.iter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
@@ -125,7 +140,6 @@ def _pieces(response: httpx.Response) -> Iterator[str]:
             event = json.loads(line.removeprefix("data: "))
             if fault := event.get("error"):
                 raise ServiceError(f"The engine broke the answer off: {fault['message']}")
-            for choice in event["choices"]:
-                yield choice["delta"].get("content") or ""
+            yield event
     except httpx.TransportError as error:
         raise ServiceError(f"The engine broke the answer off ({error!r}). Ask again.") from None

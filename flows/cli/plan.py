@@ -13,6 +13,7 @@ from engine.base.model_config import read_config
 from engine.errors import ConfigError
 from engine.planning import gpu
 from engine.planning.fleet.assumptions import Scenario
+from engine.planning.fleet.search import MOST
 from engine.planning.memory import GIB, refuse_unless_it_fits
 from flows.entry import PARAMS, Json, ParamsFile, enter, print_json, print_result
 
@@ -52,8 +53,12 @@ ReadRate = Annotated[
 Replicas = Annotated[str | None, typer.Option(help="Only show these numbers of engines, by commas.")]
 Policies = Annotated[int, typer.Option(min=1, max=10_000_000, help="Number of policies.")]
 Rate = Annotated[float, typer.Option(min=0.1, max=1e5, help="Requests a second to all engines together.")]
-Prompt = Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt. Default: the file's, or 8.")]
-Answer = Annotated[int | None, typer.Option(min=2, help="Tokens of an answer. Default: the file's, or 4.")]
+Prompt = Annotated[
+    int | None, typer.Option(min=1, max=131_072, help="Tokens of a prompt. Default: the file's, or 8.")
+]
+Answer = Annotated[
+    int | None, typer.Option(min=2, max=32_768, help="Tokens of an answer. Default: the file's, or 4.")
+]
 Within = Annotated[float, typer.Option(min=0.001, help="95% of first tokens come within these seconds.")]
 Zipf = Annotated[float, typer.Option(min=0, max=3, help="Exponent of the policies' popularity.")]
 Host = Annotated[
@@ -162,13 +167,28 @@ def plan_engines(
     """
     from tasks import fleet_plan as task
 
+    if place == "both" and replicas is None:
+        raise ConfigError(
+            "--place both compares numbers of engines that you give. Give --replicas, or one placement."
+        )
+    if plot:
+        task.refuse_unless_plottable(plot)
     engine, store = task.read_models(calibrate)
     engine = replace(engine, prompt=prompt or engine.prompt, answer=answer or engine.answer)
     if measure:
         from tasks.engine_times import measure as measured
 
         found = measured(enter(params), engine.prompt, engine.answer, measure)
-        return print_result(as_json, found, [{name: f"{value:.4g}" for name, value in found.items()}])
+        return print_result(
+            as_json,
+            found,
+            [
+                {
+                    name: f"{value:.4g}" if isinstance(value, float) else str(value)
+                    for name, value in found.items()
+                }
+            ],
+        )
     scenario = Scenario(
         policies=policies, rate=rate, zipf=zipf, seconds=seconds, wave=wave, seed=seed,
         kill=int(replicas is None) if kill is None else kill, affinity=place != "chance",
@@ -191,8 +211,8 @@ def plan_engines(
 def counts_of(text: str) -> list[int]:
     """Return the numbers of replicas, each once and in order."""
     parts = text.split(",")
-    if not all(part.strip().isdigit() and 1 <= int(part) <= 4096 for part in parts):
+    if not all(part.strip().isdigit() and 1 <= int(part) <= MOST for part in parts):
         raise ConfigError(
-            f"--replicas {text!r} must be whole numbers from 1 to 4096, by commas, such as 48,64."
+            f"--replicas {text!r} must be whole numbers from 1 to {MOST}, by commas, such as 48,64."
         )
     return sorted({int(part) for part in parts})

@@ -206,7 +206,7 @@ class Sizing:
     def _model(self, name: str, loads: Sequence[MeasuredLoad]) -> Models:
         """Fit a repeat's loads, and write the file as `graftwork plan engines --calibrate` takes it."""
         file = self.folder / f"sizing-{name}.json"
-        file.write_text(json.dumps(fitted(loads, PROMPT, TOKENS), indent=2) + "\n")
+        file.write_text(json.dumps(fitted(loads, EngineModel(prompt=PROMPT, answer=TOKENS)), indent=2) + "\n")
         models = read_models(file)
         rests = [simulated(one.size, *models).rest_s / one.rest_s - 1 for one in loads]
         waits = [simulated(one.size, *models).wait_s / one.wait_s - 1 for one in loads]

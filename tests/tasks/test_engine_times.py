@@ -13,6 +13,7 @@ import pytest
 
 from engine.catalog.catalog import Policy, migrate
 from engine.catalog.opening import whole_catalog
+from engine.errors import ServiceError
 from engine.planning.fleet.fit import COLD_LOAD
 from engine.settings.params import Params
 from tests.helpers.command_line import graftwork
@@ -26,6 +27,8 @@ class TimedEngine(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     loaded: ClassVar[set[str]] = set()
     asked: ClassVar[list[dict[str, Any]]] = []
+    # Where it is set, the body of each answer, instead of pieces; empty, the connection breaks.
+    says: ClassVar[bytes | None] = None
 
     def do_GET(self) -> None:
         body = json.dumps({"adapters": {f"{name}@0": {} for name in self.loaded}}).encode()
@@ -43,6 +46,12 @@ class TimedEngine(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("transfer-encoding", "chunked")
         self.end_headers()
+        if self.says is not None:
+            if self.says:
+                self._piece(self.says)
+                self.wfile.write(b"0\r\n\r\n")
+            self.close_connection = True
+            return
         time.sleep(FIRST_S)
         for number in range(body["max_tokens"]):
             time.sleep(TOKEN_S if number else 0)
@@ -64,7 +73,9 @@ def params(tmp_path: Path) -> Iterator[Path]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), TimedEngine)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     file = tmp_path / "params.yaml"
-    file.write_text(f"state_dir: {tmp_path / 'state'}\nengine: {{port: {server.server_port}}}\n")
+    file.write_text(
+        f"state_dir: {tmp_path / 'state'}\nengine: {{port: {server.server_port}, max_num_seqs: 3000}}\n"
+    )
     given = Params.model_validate({"state_dir": str(tmp_path / "state")})
     given.paths.root.mkdir()
     migrate(given.paths.catalog_url)
@@ -94,6 +105,8 @@ def test_a_running_engines_times_are_written_for_calibrate(params: Path) -> None
     found = json.loads(file.read_text())
     assert json.loads(done.stdout) == found
     assert (found["prompt"], found["answer"]) == (20, 4)
+    # What the settings give the engine, so that the fit and what is simulated later are of it.
+    assert (found["rows"], found["budget"]) == (3000, 3000)
     # Tokens take the same time beside others here, so a step takes all of it. A busy machine sleeps longer.
     assert 0.5 * TOKEN_S < found["step_s"] < 10 * TOKEN_S
     assert 0.5 * LOAD_S < found["fetch_s"] < 10 * LOAD_S
@@ -116,3 +129,35 @@ def test_without_a_champion_there_is_nothing_to_ask(params: Path) -> None:
     done = graftwork("plan", "engines", "--params", str(params), "--measure", "engine.json")
     assert done.returncode == 2
     assert "champion" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("says", "sentence"),
+    [
+        (b"", "broke the answer off"),
+        (b"data: [DONE]\n\n", "has no token"),
+        (b'data: {"error": {"message": "It is out of memory."}}\n\n', "It is out of memory."),
+        (b'data: {"choices": []}\n\n', "in one piece"),
+    ],
+)
+def test_an_engine_that_does_not_answer_is_told_and_nothing_written(
+    params: Path, says: bytes, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(params.parent, 1)
+    monkeypatch.setattr(TimedEngine, "says", says)
+    file = params.parent / "engine.json"
+    done = graftwork("plan", "engines", "--params", str(params), "--measure", str(file))
+    assert done.returncode == ServiceError.exit_code
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not file.exists()
+
+
+def test_an_answer_of_one_token_has_no_time_between_tokens(params: Path) -> None:
+    file = params.parent / "one.json"
+    file.write_text('{"answer": 1}')
+    given = ["--calibrate", str(file), "--measure", str(params.parent / "engine.json")]
+    done = graftwork("plan", "engines", "--params", str(params), *given)
+    assert done.returncode == 2
+    assert "--answer of 2 or more" in done.stderr
+    assert not TimedEngine.asked

@@ -69,23 +69,23 @@ def simulated(size: LoadSize, model: EngineModel, store: StoreModel) -> Measured
     )
 
 
-def fitted(loads: Sequence[MeasuredLoad], prompt: int, answer: int) -> dict[str, Any]:
+def fitted(loads: Sequence[MeasuredLoad], shape: EngineModel) -> dict[str, Any]:
     """Return fields of `EngineModel` and `StoreModel` that bring the simulation nearest to these loads.
 
     Least squares of the logarithms of each load's two times. Without a cold load, `load_s` and `fetch_s` are
-    left out.
+    left out. `shape` has what is not fitted, and comes back with them: rows, budget, prompt and answer.
     """
     alone = min(loads, key=lambda one: one.size.under_way)
-    step_s, shares = alone.rest_s / (answer - 1), (0.1, 0.6)
+    step_s, shares = alone.rest_s / (shape.answer - 1), (0.1, 0.6)
     names = ["step_s", "token_s", "adapter_s", "request_s"]
     # A request alone waits for gateway and prompt: both a little and most of it are where a search starts.
     starts = [
-        [step_s / 2, alone.wait_s * (1 - share) / prompt, step_s / 10, alone.wait_s * share]
+        [step_s / 2, alone.wait_s * (1 - share) / shape.prompt, step_s / 10, alone.wait_s * share]
         for share in shares
     ]
     if any(one.size == COLD_LOAD for one in loads):
         names, starts = [*names, "load_s", "fetch_s"], [[*one, step_s, alone.wait_s] for one in starts]
-    shape, store = EngineModel(prompt=prompt, answer=answer, load_s=0.0), StoreModel(faults=0.0, spread=0.0)
+    model, store = replace(shape, load_s=0.0), StoreModel(faults=0.0, spread=0.0)
 
     def times(logs: NDArray[np.float64]) -> dict[str, Any]:
         return dict(zip(names, np.exp(logs).tolist(), strict=True))
@@ -93,7 +93,7 @@ def fitted(loads: Sequence[MeasuredLoad], prompt: int, answer: int) -> dict[str,
     def off(logs: NDArray[np.float64]) -> list[float]:
         found = times(logs)
         fetch = replace(store, fetch_s=found.pop("fetch_s", 0.0))
-        pairs = [(one, simulated(one.size, replace(shape, **found), fetch)) for one in loads]
+        pairs = [(one, simulated(one.size, replace(model, **found), fetch)) for one in loads]
         both = [[(got.wait_s, one.wait_s), (got.rest_s, one.rest_s)] for one, got in pairs]
         return [float(np.log(got / wanted)) for each in both for got, wanted in each]
 
@@ -101,4 +101,5 @@ def fitted(loads: Sequence[MeasuredLoad], prompt: int, answer: int) -> dict[str,
         least_squares(off, log, bounds=(log - WIDTH, log + WIDTH), diff_step=STEP, max_nfev=30)
         for log in map(np.log, starts)
     ]
-    return times(min(tried, key=lambda one: one.cost).x) | {"prompt": prompt, "answer": answer}
+    given = {name: getattr(shape, name) for name in ("rows", "budget", "prompt", "answer")}
+    return times(min(tried, key=lambda one: one.cost).x) | given

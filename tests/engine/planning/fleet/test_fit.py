@@ -16,16 +16,25 @@ STORE = StoreModel(fetch_s=0.1, spread=0.0, faults=0.0)
 
 
 def test_the_times_of_a_simulated_engine_are_found_again() -> None:
-    found = fitted([simulated(size, STEPS, STORE) for size in ALL], STEPS.prompt, STEPS.answer)
+    found = fitted([simulated(size, STEPS, STORE) for size in ALL], STEPS)
     for name in ("step_s", "token_s", "adapter_s", "request_s", "load_s"):
         assert found[name] == pytest.approx(getattr(STEPS, name), rel=0.1)
     assert found["fetch_s"] == pytest.approx(STORE.fetch_s, rel=0.1)
     assert (found["prompt"], found["answer"]) == (32, 16)
+    assert (found["rows"], found["budget"]) == (STEPS.rows, STEPS.budget)
+
+
+def test_an_engine_of_few_rows_is_fitted_with_its_rows() -> None:
+    few = replace(STEPS, rows=4, budget=64)
+    found = fitted([simulated(size, few, STORE) for size in LOADS], few)
+    assert (found["rows"], found["budget"]) == (4, 64)
+    for name in ("step_s", "token_s", "adapter_s", "request_s"):
+        assert found[name] == pytest.approx(getattr(few, name), rel=0.1)
 
 
 def test_an_engine_whose_gateway_is_slow_is_answered_for() -> None:
     wanted = [simulated(size, GATEWAY, STORE) for size in ALL]
-    found = fitted(wanted, GATEWAY.prompt, GATEWAY.answer)
+    found = fitted(wanted, GATEWAY)
     assert found["request_s"] > 0.6 * GATEWAY.request_s
     store = replace(STORE, fetch_s=found.pop("fetch_s"))
     for one in wanted:
@@ -34,7 +43,7 @@ def test_an_engine_whose_gateway_is_slow_is_answered_for() -> None:
 
 
 def test_without_cold_requests_nothing_is_said_of_loads() -> None:
-    found = fitted([simulated(size, STEPS, STORE) for size in LOADS], STEPS.prompt, STEPS.answer)
+    found = fitted([simulated(size, STEPS, STORE) for size in LOADS], STEPS)
     assert not {"load_s", "fetch_s"} & found.keys()
     assert found["adapter_s"] == pytest.approx(STEPS.adapter_s, rel=0.1)
 

@@ -31,6 +31,30 @@ def test_the_fewest_is_found_with_one_less(enough: int) -> None:
     assert len(asked) == len(set(asked)) <= 14
 
 
+@pytest.mark.parametrize("enough", [2, 3, 4])
+def test_fewer_than_throughput_needs_are_found_where_they_hold(enough: int) -> None:
+    # Throughput needs four, and one that is down.
+    count, outcomes = fewest(
+        TRAFFIC, MODEL, 2.0, lambda count: outcome(count, 1.0 if count >= enough else 9.0)
+    )
+    assert count == enough
+    assert enough == 2 or outcomes[enough - 1].first_token_p95_s == 9.0
+
+
+def test_more_engines_than_can_be_simulated_are_refused_at_once() -> None:
+    def simulated(count: int) -> FleetOutcome:
+        raise AssertionError(count)
+
+    with pytest.raises(ConfigError, match="at most 4096 are simulated"):
+        fewest(TRAFFIC, replace(MODEL, answer=100_000), 2.0, simulated)
+
+
+def test_without_a_first_token_no_time_is_told() -> None:
+    with pytest.raises(ConfigError, match="--seconds") as refused:
+        fewest(TRAFFIC, MODEL, 2.0, lambda count: outcome(count, float("nan")))
+    assert "nan" not in str(refused.value)
+
+
 def test_engines_on_which_requests_pile_up_do_not_hold() -> None:
     count, _ = fewest(TRAFFIC, MODEL, 2.0, lambda count: outcome(count, 1.0, left=900 if count < 9 else 0))
     assert count == 9

@@ -11,10 +11,12 @@ import pytest
 from scipy.optimize import brentq
 
 from engine.errors import ConfigError
+from engine.planning.fleet import simulation
 from engine.planning.fleet.assumptions import EngineModel, FleetOutcome, Scenario, StoreModel
+from engine.planning.fleet.engine_process import SimulatedRequest
 from engine.planning.fleet.placement import Anywhere, Ring
 from engine.planning.fleet.simulation import popularity, simulate
-from tasks.fleet_plan import read_models
+from tasks.fleet_plan import read_models, refuse_unless_writable
 from tests.helpers import simulated_storm as storm
 from tests.helpers.command_line import graftwork
 
@@ -101,9 +103,18 @@ def test_the_same_seed_gives_the_same_outcome() -> None:
     assert run() != run(seed=4)
 
 
-def test_a_dead_engine_loses_no_request() -> None:
-    whole, short = run(), run(kill=1)
+def test_a_dead_engine_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, made = run(), list[SimulatedRequest]()
+
+    def request(policy: int, at: float) -> SimulatedRequest:
+        made.append(SimulatedRequest(policy, at))
+        return made[-1]
+
+    monkeypatch.setattr(simulation, "SimulatedRequest", request)
+    short = run(kill=1)
     assert short.again > 0
+    # One engine ends after 30 s of 90.
+    assert all(one.done > one.first > one.at for one in made if one.at < 60)
     # Those before the kill are not counted: the last two thirds of the time instead of nine tenths.
     assert short.requests == pytest.approx(whole.requests * (2 / 3) / 0.9, rel=0.05)
     assert short.keeps_up
@@ -180,6 +191,7 @@ def test_the_command_says_how_many_engines_and_why_fewer_are_too_few(tmp_path: P
     shown = graftwork("plan", "engines", *FEW, *wish).stdout.splitlines()
     assert shown[0].startswith(f"{told['engines']} engines with 1 of them down: 95% of requests")
     assert shown[1].startswith(f"{told['engines'] - 1} are too few: ")
+    assert "of one policy, " in shown[2]
     assert "100 tokens in, 20 out" in shown[2]
     assert "500 of 5000 adapters" in shown[3]
 
@@ -239,6 +251,41 @@ def test_wrong_options_are_refused_with_a_sentence(given: list[str], sentence: s
     done = graftwork("plan", "engines", "--seconds", "10", "--host", "9", *given)
     assert done.returncode == 2
     assert sentence in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["--calibrate", "."], "cannot be read"),
+        (["--plot", "."], ".png or .svg"),
+        (["--plot", "no/x.png"], "directory no"),
+        (["--measure", "."], "cannot be written"),
+        (["--place", "both"], "--replicas"),
+        (["--answer", "100000"], "32768"),
+        (["--prompt", "1000000"], "131072"),
+    ],
+)
+def test_options_are_refused_before_anything_is_simulated(
+    given: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.fleet_plan.simulate", None)
+    done = graftwork("plan", "engines", "--host", "9", *given)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+
+
+def test_a_file_that_may_not_be_read_or_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    with pytest.raises(ConfigError, match="cannot be read: Permission denied"):
+        read_models(tmp_path / "engine.json")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        refuse_unless_writable("--measure", tmp_path / "engine.json")
 
 
 def test_without_simpy_the_command_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
