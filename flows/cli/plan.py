@@ -179,16 +179,7 @@ def plan_engines(
         from tasks.engine_times import measure as measured
 
         found = measured(enter(params), engine.prompt, engine.answer, measure)
-        return print_result(
-            as_json,
-            found,
-            [
-                {
-                    name: f"{value:.4g}" if isinstance(value, float) else str(value)
-                    for name, value in found.items()
-                }
-            ],
-        )
+        return print_result(as_json, found, [{name: f"{value:g}" for name, value in found.items()}])
     scenario = Scenario(
         policies=policies, rate=rate, zipf=zipf, seconds=seconds, wave=wave, seed=seed,
         kill=int(replicas is None) if kill is None else kill, affinity=place != "chance",
