@@ -127,15 +127,21 @@ class Host:
         self.process.terminate()
 
     def trees(self) -> set[Path]:
-        """Return where each of the service's processes finds this project's modules, by its environment."""
+        """Return where each of the service's processes finds this project's modules, by its environment.
+
+        An engine's core writes its title over its own environment; it is a copy of its parent.
+        """
         assert self.process is not None
         root = psutil.Process(self.process.pid)
         show = [sys.executable, "-c", "import engine; print(engine.__file__)"]
         found = set()
         for one in [root, *root.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess):
+                variables = one.environ()
+                if "PATH" not in variables:
+                    continue
                 shown = subprocess.run(
-                    show, env=one.environ(), cwd=one.cwd(), capture_output=True, text=True, check=True
+                    show, env=variables, cwd=one.cwd(), capture_output=True, text=True, check=True
                 )
                 found.add(Path(shown.stdout.strip()).parents[1])
         return found
