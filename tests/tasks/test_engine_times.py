@@ -50,7 +50,7 @@ class TimedEngine(BaseHTTPRequestHandler):
             if self.says:
                 self._piece(self.says)
                 self.wfile.write(b"0\r\n\r\n")
-            self.close_connection = True
+            self.close_connection = not self.says
             return
         time.sleep(FIRST_S)
         for number in range(body["max_tokens"]):
