@@ -109,8 +109,10 @@ def test_a_running_engines_times_are_written_for_calibrate(params: Path) -> None
     assert (found["prompt"], found["answer"]) == (20, 4)
     # What the settings give the engine, so that the fit and what is simulated later are of it.
     assert (found["rows"], found["budget"]) == (3000, 3000)
-    # Tokens take the same time beside others here, so a step takes all of it. A busy machine sleeps longer.
-    assert 0.5 * TOKEN_S < found["step_s"] < 10 * TOKEN_S
+    # What a request alone takes for a token, of which noise moves parts between the three. A busy machine
+    # sleeps longer.
+    alone_s = found["step_s"] + found["adapter_s"] + found["token_s"]
+    assert 0.5 * TOKEN_S < alone_s < 10 * TOKEN_S
     assert 0.5 * LOAD_S < found["fetch_s"] < 10 * LOAD_S
     assert {len(body["prompt"]) for body in TimedEngine.asked} == {20}
     cold = [body["model"] for body in TimedEngine.asked[: COLD_LOAD.requests]]
