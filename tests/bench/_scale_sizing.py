@@ -235,7 +235,7 @@ class Homes(Ring):
     def __init__(self, policies: int):
         super().__init__(policies, 2)
         self.first = np.arange(policies) % 2
-        self._starts = np.array([self._owners.index(engine) for engine in self.first])
+        self._starts = np.array([self.owners.index(engine) for engine in self.first])
 
 
 def two_engines(

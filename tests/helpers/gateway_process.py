@@ -32,7 +32,8 @@ class NotedVllm(FakeVllm):
             return await super().__call__(scope, receive, send)
         headers = dict(scope["headers"])
         if scope["path"] == "/health":
-            return await self._whole(send, 200, {})
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            return await send({"type": "http.response.body", "body": b""})
         name = headers[b"x-request-id"].decode()
         os.write(self._file, f"began {name} 0 0\n".encode())
         try:

@@ -18,7 +18,7 @@ class Ring:
     def __init__(self, policies: int, engines: int):
         places = mixed(np.arange(engines * POINTS, dtype=np.uint64) + np.uint64(1 << 40))
         order = np.argsort(places)
-        self._owners = (order // POINTS).tolist()
+        self.owners = (order // POINTS).tolist()
         starts = np.searchsorted(places[order], mixed(np.arange(policies, dtype=np.uint64)))
         self._starts = starts % len(order)
         self.first: NDArray[np.int64] | None = (order // POINTS)[self._starts]
@@ -28,7 +28,7 @@ class Ring:
         """Return the first engine on the ring that is up and not over its share of the load."""
         slots = -(-(sum(load) + 1) * BALANCE // 100)
         most, place = -(-slots // max(1, sum(is_up))), int(self._starts[policy])
-        owners, count = self._owners, len(self._owners)
+        owners, count = self.owners, len(self.owners)
         for step in range(count):
             engine: int = owners[(place + step) % count]
             if is_up[engine] and load[engine] < most:
