@@ -17,7 +17,7 @@ from engine.training.several_engines import Engines, sample_over
 
 RATE, STREAMS, LONG = 20.0, 3, 160
 # A step's groups, and how it samples them.
-GROUPS, SAMPLING = 24, Sampling(group_size=8, max_tokens=48, seed=5)
+GROUPS, SAMPLING = 64, Sampling(group_size=8, max_tokens=48, seed=5)
 JUDGED = {"weight": 0.5, "min_units": 20, "margin": 0.2}
 # How a canary must end that its users reject, and one that they like as well.
 ENDS = (("rolled_back", False), ("promoted", True))
@@ -163,19 +163,18 @@ def rollouts(cluster: Cluster) -> dict[str, list[float]]:
     """Sample a step over both engines, one of which is killed; return the groups unlike one engine's."""
     (name,) = cluster.publish("stepping", 1)
     first, second = cluster.engines
-    prompts = [PROMPTS[number % len(PROMPTS)][number // len(PROMPTS) :] for number in range(GROUPS)]
+    turned = [(PROMPTS[number % len(PROMPTS)], number // len(PROMPTS)) for number in range(GROUPS)]
+    prompts = [prompt[by:] + prompt[:by] for prompt, by in turned]
     engines = Engines(cluster.catalog, cluster.base.digest, first.url)
     wait_for(lambda: len(engines.urls()) == 2, "both engines in the catalog")
-    began = time.monotonic()
     alone = sample_groups(first.url, cluster.key, name, prompts, SAMPLING)
-    alone_s = time.monotonic() - began
     sample_groups(second.url, cluster.key, name, prompts[:1], SAMPLING)
     step = background(lambda: sample_over(engines.urls, cluster.key, name, prompts, SAMPLING))
+    # Its piece takes seconds.
     wait_for(lambda: second.running(cluster.key) > 0, "the second engine's piece", every_s=0.01)
-    time.sleep(alone_s / 8)
-    if not second.running(cluster.key):
-        raise RuntimeError("The second engine's piece ended before it was killed.")
     second.kill()
+    if step.done():
+        raise RuntimeError("The step ended before the engine was killed.")
     told = step.result(120)
     second.start()
     wait_for(second.is_ready, "it to be ready again", START_S)
