@@ -82,14 +82,13 @@ def home_of(cluster: Cluster, crowd: Crowd, policy: str) -> Host:
 
 
 def kills(
-    cluster: Cluster, crowd: Crowd, ends: Sequence[tuple[str, bool]] = ENDS[:1], joins: bool = True
+    cluster: Cluster, crowd: Crowd, ends: Sequence[tuple[str, bool]] = ENDS[:1], is_brief: bool = False
 ) -> dict[str, list[float]]:
     """Judge canaries while the engine that answers them is killed, and then on the other engine alone.
 
-    `joins`: the first one that was killed comes back while a release runs.
+    The first one that was killed comes back while a release runs. `is_brief`: without both.
     """
     champion, *canaries = cluster.publish("judged", 5)
-    cluster.publish("joining", 1)
     verdicts, asked, joined = [], list[Asked](), dict[str, list[float]]()
     for number, (wanted, is_good) in enumerate(ends):
         victim = home_of(cluster, crowd, "judged")
@@ -97,13 +96,13 @@ def kills(
         asked += two.asked
         other = next(host for host in cluster.engines if host is not victim)
         reset(cluster, champion)
-        one = judge(cluster, crowd, other.url, canaries[2 * number + 1], is_good, None)
+        one = two if is_brief else judge(cluster, crowd, other.url, canaries[2 * number + 1], is_good, None)
         reset(cluster, champion)
         print(
             f"  with a kill: {two.state}: {two.reason}\n  one engine: {one.state}: {one.reason}", flush=True
         )
         verdicts.append(two.state == one.state == wanted)
-        if joins and number == 0:
+        if number == 0 and not is_brief:
             joined = join(cluster, crowd, victim)
         else:
             victim.start()
@@ -131,6 +130,7 @@ def reset(cluster: Cluster, champion: str) -> None:
 
 def join(cluster: Cluster, crowd: Crowd, host: Host) -> dict[str, list[float]]:
     """Start an engine while a release runs and users come; return what it answered before it was ready."""
+    cluster.publish("joining", 1)
     names = cluster.publish("joining", 1, champion=False)
     release = cluster.release(names[0], OPEN)
     # The dead engine is waited for until it has been silent for 10 s.

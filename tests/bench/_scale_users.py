@@ -92,11 +92,15 @@ class Crowd:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for flow in self.flows:
-            flow.stop()
+        self.stop()
         asyncio.run_coroutine_threadsafe(self._session.close(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+    def stop(self) -> None:
+        """Have no flow ask any more."""
+        for flow in self.flows:
+            flow.stop()
 
     def rest(self) -> None:
         """Stop every flow, and wait until its requests have ended."""

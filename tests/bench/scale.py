@@ -158,8 +158,7 @@ def main() -> None:
                 print(f"  {name} failed: {error}", flush=True)
                 failed.append(name)
             finally:
-                for flow in crowd.flows:
-                    flow.stop()
+                crowd.stop()
 
         taken = run.repeats("scenario", one, most=len(names))
         # What a scenario leaves that was cut off says nothing: an engine may be dead, and its events with it.

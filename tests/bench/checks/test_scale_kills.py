@@ -17,7 +17,7 @@ def test_a_killed_engine_and_a_killed_controller_are_no_users_fault(
     given = Params.model_validate({"state_dir": str(tmp_path), "base": {"name": str(tiny_base)}})
     figures = scale.record.Figures()
     with scale.cluster(given, tmp_path) as site, scale.Crowd(site.key) as crowd:
-        scale.take(figures, scale.kills(site, crowd, joins=False))
+        scale.take(figures, scale.kills(site, crowd, is_brief=True))
         scale.take(figures, scale.failover(site, scale.started_s(site)))
         scale.take(figures, scale.observations(site, crowd))
     # How soon the controller is back is the machine's matter.

@@ -196,8 +196,9 @@ def rollback(bench: ModuleType, patch: pytest.MonkeyPatch, base: Path) -> tuple[
 
 def scale(bench: ModuleType, patch: pytest.MonkeyPatch, base: Path) -> tuple[list[str], dict[str, Any]]:
     known = dict.fromkeys(bench.NAMES, given({"rollback_s.up": [0.2, 0.4, 0.3]}))
-    replace(bench, patch, cluster=within(Made(key="key")), Crowd=within(Made(asked=[None])))
+    replace(bench, patch, cluster=within(Made(key="key")), Crowd=within(Made(asked=[None], stop=given(None))))
     replace(bench, patch, scenarios=given(known), observations=given({"observations_lost": [0]}))
+    replace(bench, patch, older_commit=given("c0ffee"))
     return [], {"rollback_s.up": 0.4, "observations_lost": 0}
 
 
