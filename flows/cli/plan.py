@@ -12,8 +12,7 @@ import typer
 from engine.base.model_config import read_config
 from engine.errors import ConfigError
 from engine.planning import gpu
-from engine.planning.fleet.assumptions import Scenario
-from engine.planning.fleet.search import MOST
+from engine.planning.fleet.assumptions import MOST, Scenario
 from engine.planning.memory import GIB, refuse_unless_it_fits
 from flows.entry import PARAMS, Json, ParamsFile, enter, print_json, print_result
 

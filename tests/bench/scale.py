@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=NAMES)
     parser.add_argument("--repeats", type=int, help="promotions, and rollbacks of each kind")
     given = parser.parse_args()
-    # Its parts take 4 minutes, starts of services included, where nothing else runs.
+    # Its parts take five minutes, starts of services included, where nothing else runs.
     run = Run("scale", given.long, minutes=6.0)
     repeats = given.repeats or (3 if run.is_long else 1)
     given.out.mkdir(parents=True, exist_ok=True)

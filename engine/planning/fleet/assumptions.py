@@ -6,6 +6,9 @@ The defaults of `EngineModel` are fitted to four figures of docs/benchmarks/stor
 
 from dataclasses import dataclass
 
+# More engines than these are not simulated: their requests take too long to place.
+MOST = 4096
+
 
 @dataclass(frozen=True)
 class EngineModel:

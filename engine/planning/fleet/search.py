@@ -4,12 +4,10 @@ import math
 from collections.abc import Callable
 
 from engine.errors import ConfigError
-from engine.planning.fleet.assumptions import EngineModel, FleetOutcome, Scenario
+from engine.planning.fleet.assumptions import MOST, EngineModel, FleetOutcome, Scenario
 
 # Where so many times what throughput needs is not enough, more engines do not help.
 ENOUGH = 32
-# More engines than these are not simulated: their requests take too long to place.
-MOST = 4096
 Outcomes = dict[int, FleetOutcome]
 
 
