@@ -16,6 +16,7 @@ ROOMS = (
     "engine.files",
     "engine.file_lock",
     "engine.clocks",
+    "engine.lean_imports",
     "engine.clients",
     "engine.process_reaper",
     "engine.threads",

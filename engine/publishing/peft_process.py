@@ -12,10 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from engine.lean_imports import lean_imports
 from engine.process_reaper import die_with_parent
-
-# transformers imports them where they are installed, for two seconds and 140 MB.
-UNUSED = ("sklearn", "scipy", "pandas")
 
 
 def opened(base: str, adapter: str, dtype: str) -> tuple[Any, list[str]]:
@@ -49,8 +47,8 @@ def main() -> None:
     die_with_parent(int(parent))
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    sys.modules.update(dict.fromkeys(UNUSED))  # type: ignore[arg-type]
-    model, unused = opened(base, adapter, dtype)
+    with lean_imports():
+        model, unused = opened(base, adapter, dtype)
     rows = json.load(sys.stdin)
     with answer:
         json.dump({"rows": logprobs(model, rows), "unused": unused[:3]}, answer)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from engine.base.families import BaseShapes, attention_of
 from engine.base.resident import ensure_base
 from engine.errors import ConfigError
+from engine.lean_imports import lean_imports
 from engine.logs import set_up, write_configuration
 from engine.planning.gpu import cuda_bytes, planned, refuse_unless_served
 from engine.planning.host import CPU_BLOCK, kv_cache_bytes, takes_all_cores
@@ -271,12 +272,13 @@ def memory_arguments(config: EngineConfig, base: Path, plan: "MemoryPlan | None"
 
 def serve(arguments: list[str], log_format: str = "text") -> None:
     """Run vLLM's API server in this process until it is stopped."""
-    import uvloop
-    from vllm.entrypoints.launchers.api_server.entry import run_server
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    from vllm.logger import configure_logging_from_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    with lean_imports():
+        import uvloop
+        from vllm.entrypoints.launchers.api_server.entry import run_server
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+        from vllm.logger import configure_logging_from_args
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from engine.security.http import limit_connections
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.base.prompts import tokenizer_of
+from engine.lean_imports import lean_imports
 
 # Of one request's constraints together. A schema of 200 properties takes 3.4 s with a vocabulary of 150,000.
 CPU_S = 5
@@ -30,9 +31,10 @@ def main() -> None:
 
 def read_tokenizer(base: Path) -> Any:
     """Return xgrammar's view of a base's tokenizer, as vLLM makes it."""
-    import xgrammar
+    with lean_imports():
+        import xgrammar
 
-    words = tokenizer_of(base)
+        words = tokenizer_of(base)
     config = json.loads((base / "config.json").read_text())
     size = (config.get("text_config") or config).get("vocab_size", len(words))
     return xgrammar.TokenizerInfo.from_huggingface(words, vocab_size=max(size, len(words)))

@@ -26,6 +26,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from engine.base.prompts import end_tokens
 from engine.base.resident import base_config, ensure_base
 from engine.errors import Busy, Cancelled, ConfigError, GraftworkError, ServiceError
+from engine.lean_imports import lean_imports
 from engine.logs import set_up
 from engine.planning.gpu import cuda_bytes, planned, trainer_device
 from engine.planning.host import free_bytes, microbatch_tokens, takes_all_cores
@@ -288,9 +289,12 @@ def main() -> None:
     except GraftworkError as error:
         parser.exit(error.exit_code, f"{error}\n")
     if ranks and not listener:
-        load_part(params, ensure_base(params.base, params.paths), ranks).follow()
+        with lean_imports():
+            part = load_part(params, ensure_base(params.base, params.paths), ranks)
+        part.follow()
         return
-    trainer = load_trainer(params, ranks)
+    with lean_imports():
+        trainer = load_trainer(params, ranks)
     if ranks:
         ranks.lead()
     app = guarded(make_app(trainer), here, credential(params.paths, "trainer"))
