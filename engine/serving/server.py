@@ -49,7 +49,7 @@ def main() -> None:
     params = load_params(path)
     set_environment(params)
 
-    if is_alone(params.engine, cuda=cuda_bytes() is not None):
+    if cuda_bytes() is None:
         preload_libgomp()
 
     from engine.catalog.opening import open_catalog

@@ -1,7 +1,7 @@
-"""EngineCore as a fork of the API server, for an engine whose only worker is on the CPU.
+"""EngineCore as a fork of the API server, and its ranks as forks of EngineCore, on a CPU.
 
 vLLM's CPU platform forces `spawn`: EngineCore imports torch and vLLM a second time, which is half of the CPU
-time of a start. A fork has what the server has imported, and shares its memory.
+time of a start, and so does each rank. A fork has what the server has imported, and shares its memory.
 
 Two things make the fork safe. No OpenMP region runs in the server before it: libgomp's threads do not
 survive a fork. And torch's libgomp is preloaded into the server itself: vLLM preloads it into a spawned
@@ -21,13 +21,15 @@ INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
 def fork_engine_core() -> None:
-    """Have vLLM fork EngineCore on a CPU instead of spawning it; libgomp must be preloaded. Idempotent."""
+    """Have vLLM fork EngineCore and ranks on a CPU, not spawn them; libgomp must be preloaded. Idempotent."""
     from vllm.platforms import current_platform
     from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
 
     fork = multiprocessing.get_context("fork")
     if current_platform.is_cpu() and utils.get_mp_context() is not fork:
-        utils.get_mp_context = lambda: fork  # type: ignore[assignment]
+        for module in (utils, multiproc_executor):
+            module.get_mp_context = lambda: fork  # type: ignore[attr-defined]
         os.register_at_fork(after_in_child=leave_the_servers_sockets)
 
 

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -87,3 +88,11 @@ def test_two_ranks_answer_as_the_reference_and_read_their_slices(halves: Running
     assert [rank["activated_bytes"] for rank in grown] == [slices, slices]
     assert [rank["validated_bytes"] for rank in grown] == [slices, slices]
     assert [rank["verified_bytes"] for rank in grown] == [2 * whole.layout.nbytes, 0]
+
+
+def test_ranks_share_what_the_server_has_imported(halves: RunningEngine):
+    processes = psutil.Process(halves.process.pid).children(recursive=True)
+    ranks = [one for one in processes if "VLLM::Worker" in " ".join(one.cmdline())]
+    assert len(ranks) == 2
+    for memory in (rank.memory_full_info() for rank in ranks):
+        assert memory.rss - memory.uss > 200 << 20
