@@ -75,6 +75,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hold the machine's lock for the whole run if asked to; else nothing that a test starts waits for it."""
+    # Until all tests are collected, which imports a great deal.
+    gc.disable()
     if not hasattr(config, "workerinput"):
         trust_one_root(config)
     if not config.getoption("--machine-lock") or hasattr(config, "workerinput"):
@@ -113,8 +115,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Leave what imports have made out of garbage collection: it lives as long as the process."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def minutes_of(item: pytest.Item) -> float:

@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import multiprocessing
 import os
 import signal
 import socket
@@ -36,10 +35,9 @@ from engine.catalog.postgres_timeouts import TimeoutConnection
 from engine.catalog.tables import layouts, metadata
 from engine.errors import AdapterError, ConfigError, Conflict, NotFound, ServiceError
 from engine.settings.params import Paths
+from tests.helpers.children import children
 from tests.helpers.postgres import copied_catalog, fresh_database
 from tests.helpers.rows import make_release, make_revision
-
-spawn = multiprocessing.get_context("spawn")
 
 
 def test_migrations_and_tables_agree(catalog_url: str) -> None:
@@ -71,7 +69,7 @@ def closing_connection(url: str, write: bool = False) -> Iterator[Connection]:
 @pytest.mark.long
 def test_several_processes_may_migrate_at_once(empty_catalog_url: str) -> None:
     url = empty_catalog_url
-    workers = [spawn.Process(target=migrate, args=(url,)) for _ in range(3)]
+    workers = [children.Process(target=migrate, args=(url,)) for _ in range(3)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -290,7 +288,7 @@ def raise_weight(url: str, times: int) -> None:
 
 @pytest.mark.long
 def test_no_change_of_several_processes_is_lost(catalog_url: str, catalog: Catalog) -> None:
-    workers = [spawn.Process(target=raise_weight, args=(catalog_url, 25)) for _ in range(3)]
+    workers = [children.Process(target=raise_weight, args=(catalog_url, 25)) for _ in range(3)]
     for worker in workers:
         worker.start()
     for worker in workers:

@@ -2,7 +2,6 @@
 
 import difflib
 import hashlib
-import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -11,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import insert, select
 
 from engine.catalog import places as catalog_places
+from engine.catalog import tables
 from engine.catalog.catalog import Catalog, Policy, Revision, Route, migrate
 from engine.catalog.opening import whole_catalog
 from engine.catalog.suggestions import Suggestions
 from engine.errors import AdapterError, Ambiguous, Conflict, Moved, NotFound, Purged
 from engine.store.segments import Location
+from tests.helpers.children import children
 from tests.helpers.rows import make_release, make_revision
-
-spawn = multiprocessing.get_context("spawn")
 
 
 def digest(number: int) -> str:
@@ -77,7 +77,7 @@ def register(url: str, start: int, policy: str) -> None:
 
 def test_two_processes_that_register_at_once_lose_nothing(catalog_url: str, catalog: Catalog) -> None:
     """The ranges overlap by half, so the same rows are raced for too."""
-    workers = [spawn.Process(target=register, args=(catalog_url, start, "sorting")) for start in (0, 500)]
+    workers = [children.Process(target=register, args=(catalog_url, start, "sorting")) for start in (0, 500)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -483,9 +483,16 @@ def test_a_batch_shares_no_bytes_that_moved_and_is_of_no_purged_policy(catalog: 
 def test_a_page_may_have_more_words_than_a_statement_takes(catalog: Catalog, catalog_url: str) -> None:
     # SQLite takes 32,766, Postgres 65,535.
     many = 66_000 if catalog_url.startswith("postgresql") else 33_000
-    catalog.revisions.add_many([row(number, segment=f"s{number}") for number in range(many)])
+    catalog.revisions.add_many([row(0)])
+    with catalog.access.write() as connection:
+        (first,) = connection.execute(select(tables.revisions)).mappings()
+        names = [{"id": 10 + number, "name": f"more-{number}"} for number in range(many)]
+        connection.execute(insert(tables.names), names)
+        # The row once more for each name, which is its segment.
+        rows = ({"id": 10 + one["id"], "segment": one["id"], "digest": one["name"].encode()} for one in names)
+        connection.execute(insert(tables.revisions), [dict(first) | one for one in rows])
     other = whole_catalog(catalog_url)
-    assert len(other.places.bytes_by_segment()) == many
+    assert len(other.places.bytes_by_segment()) == 1 + many
     other.close()
 
 

@@ -1,7 +1,6 @@
 """Spool and ledger: nothing lost, nothing doubled, readers never in the way, views by hand."""
 
 import json
-import multiprocessing
 import os
 import random
 import subprocess
@@ -19,10 +18,9 @@ import pytest
 from engine.errors import ConfigError, Conflict, NotFound, ServiceError
 from engine.ledger.ledger import OF_ANSWERS, Ledger, Spool, open_snapshot
 from engine.ledger.spool import OLDEST_NEW_S, ready_files
+from tests.helpers.children import children
 from tests.helpers.history import step_row
 from tests.helpers.state_of_265b009 import ledger_of_265b009
-
-spawn = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture
@@ -67,14 +65,14 @@ def ingest_forever(root: Path, path: Path) -> None:
 def test_kills_of_writers_and_reader_lose_and_double_nothing(tmp_path: Path) -> None:
     root, path = tmp_path / "spool", tmp_path / "ledger.duckdb"
     journals = [tmp_path / f"acknowledged-{i}" for i in range(5)]
-    writers = [spawn.Process(target=write_forever, args=(root, journal)) for journal in journals]
+    writers = [children.Process(target=write_forever, args=(root, journal)) for journal in journals]
     for writer in writers:
         writer.start()
     while not all(journal.is_file() for journal in journals):
         time.sleep(0.05)
     chance = random.Random(7)
     for turn in range(5):
-        reader = spawn.Process(target=ingest_forever, args=(root, path))
+        reader = children.Process(target=ingest_forever, args=(root, path))
         reader.start()
         time.sleep(0.9 + 0.3 * chance.random())
         if turn < len(writers):

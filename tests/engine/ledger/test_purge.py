@@ -1,7 +1,6 @@
 """A policy's rows leave the ledger, its file, its snapshot and the spool; every other row stays as it was."""
 
 import json
-import multiprocessing
 import os
 from contextlib import closing
 from pathlib import Path
@@ -12,6 +11,7 @@ from engine.ledger import purge as purging
 from engine.ledger.copies import LedgerCopy
 from engine.ledger.ledger import Ledger, Spool, open_snapshot
 from engine.ledger.purge import FRESH, Removal, of_keys, of_old, of_policy, purge, remove
+from tests.helpers.children import children
 
 # What must not be found in any file afterwards; long and random, so that no compression hides it.
 SECRET = os.urandom(2000).hex()
@@ -255,7 +255,7 @@ def purge_until(state: Path, step: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("step", ["new file", "rows", "newest rows", "rename", "reopen", "readers"])
 def test_a_kill_at_any_step_leaves_the_old_file_or_the_new_one(state: Path, step: str) -> None:
-    killed = multiprocessing.get_context("spawn").Process(target=purge_until, args=(state, step))
+    killed = children.Process(target=purge_until, args=(state, step))
     killed.start()
     killed.join(60)
     assert killed.exitcode == 9

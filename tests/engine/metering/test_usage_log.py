@@ -23,10 +23,10 @@ from engine.metering.usage_log import UsageLog
 from engine.metering.usage_rows import DAY, MONTH, Budget, Metered, connect, periods, remaining_s
 from engine.metering.usage_schema import VERSION, create
 from engine.threads import WORKS
+from tests.helpers.children import children
 from tests.helpers.live import eventually
 from tests.helpers.state_of_265b009 import usage_log_of_265b009
 
-spawn = multiprocessing.get_context("spawn")
 NOON = 1_790_000_000.0
 
 
@@ -199,8 +199,8 @@ def settle_one(log: UsageLog, rng: random.Random, held: list) -> int:
 
 
 def test_500_clients_of_two_gateways_use_the_whole_budget_and_no_token_more(tmp_path: Path) -> None:
-    outcome = spawn.Queue()
-    gateways = [spawn.Process(target=spend, args=(tmp_path, seed, outcome)) for seed in range(2)]
+    outcome = children.Queue()
+    gateways = [children.Process(target=spend, args=(tmp_path, seed, outcome)) for seed in range(2)]
     for gateway in gateways:
         gateway.start()
     results = [outcome.get(timeout=120) for _ in gateways]
@@ -232,8 +232,8 @@ def kill_gateways(root: Path, times: int) -> None:
     """Kill a gateway many times; every request that it admitted must be in the log, once."""
     admitted, settled = set(), set()
     for seed in range(times):
-        reader, writer = spawn.Pipe(duplex=False)
-        gateway = spawn.Process(target=serve_until_killed, args=(root, writer, seed))
+        reader, writer = children.Pipe(duplex=False)
+        gateway = children.Process(target=serve_until_killed, args=(root, writer, seed))
         gateway.start()
         writer.close()
         reader.poll(60)

@@ -1,6 +1,5 @@
 """repack: today's packed form under the same digests, by batches; nothing in a batch harms the rest of it."""
 
-import multiprocessing
 import os
 import signal
 from contextlib import closing
@@ -18,10 +17,10 @@ from engine.publishing.publish import stored_tensors
 from engine.publishing.repacking import repack
 from engine.settings.params import Params
 from engine.store.open import open_store
+from tests.helpers.children import children
 from tests.helpers.stored import BASE, KIND, SHAPES, Stored, opened, prepare
 
 POLICIES = ("here", "there")
-spawn = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture
@@ -241,7 +240,7 @@ def test_appended_bytes_are_held_until_their_rows_are_committed(state, monkeypat
 def test_killed_around_a_batchs_append_it_loses_nothing(state, moment):
     rows = [state.publish_older(policy, seed) for seed in range(3) for policy in POLICIES]
     state.store.close()
-    child = spawn.Process(target=die_at, args=(state.params, moment))
+    child = children.Process(target=die_at, args=(state.params, moment))
     child.start()
     child.join(120)
     assert child.exitcode == -signal.SIGKILL

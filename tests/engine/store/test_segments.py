@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import multiprocessing
 import os
 import subprocess
 from pathlib import Path
@@ -15,6 +14,7 @@ from engine.settings.services import StoreConfig
 from engine.store import segments as store_module
 from engine.store.open import open_store
 from engine.store.segments import IOV_MAX, PAGE, PAGE_ALIGNED_FROM, Location, Store
+from tests.helpers.children import children
 
 
 def test_blobs_come_back_aligned(tmp_path):
@@ -55,9 +55,8 @@ def _append_many(root, seed, results):
 
 
 def test_two_writers_never_meet(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    writers = [context.Process(target=_append_many, args=(tmp_path, seed, results)) for seed in (1, 2)]
+    results = children.Queue()
+    writers = [children.Process(target=_append_many, args=(tmp_path, seed, results)) for seed in (1, 2)]
     for writer in writers:
         writer.start()
     written = [item for _ in writers for item in results.get(timeout=60)]
