@@ -105,14 +105,20 @@ def unloadable(cluster: Cluster, crowd: Crowd) -> dict[str, list[float]]:
     return {"unloadable_named": [float(is_named)], "unloadable_failed": [failed]}
 
 
-def rollbacks(cluster: Cluster, crowd: Crowd, repeats: int) -> dict[str, list[float]]:
-    """Roll canaries back in three ways; return when the last answer of each began after its tombstone."""
-    names = cluster.publish("withdrawn", 1 + 3 * repeats)
+def rollbacks(
+    cluster: Cluster,
+    crowd: Crowd,
+    repeats: int,
+    ways: Sequence[str] = ("up", "controller_dead", "postgres_paused"),
+) -> dict[str, list[float]]:
+    """Roll canaries back in some ways; return when the last answer of each began after its tombstone."""
+    known = {"up": by_controller, "controller_dead": alone, "postgres_paused": paused}
+    names = cluster.publish("withdrawn", 1 + len(ways) * repeats)
     found: dict[str, list[float]] = {}
     waiting = iter(names[1:])
-    for way, withdraw in (("up", by_controller), ("controller_dead", alone), ("postgres_paused", paused)):
+    for way in ways:
         for _ in range(repeats):
-            taken = rollback(cluster, crowd, next(waiting), withdraw)
+            taken = rollback(cluster, crowd, next(waiting), known[way])
             print(f"  {way}: " + ", ".join(f"{key} {value:.3f}" for key, value in taken.items()), flush=True)
             for key, value in taken.items():
                 found.setdefault(f"{key}.{way}", []).append(value)

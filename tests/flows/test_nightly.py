@@ -48,7 +48,8 @@ def night(people: Operated, quickstart: str) -> Iterator[str]:
         people.prefect.delete(f"{at}/{added['id']}").raise_for_status()
     assert eventually(lambda: fired("COMPLETED"), WAIT_S), "No nightly run has completed."
     yield champion
-    people.run("hold", policy=POLICY, reason="The test is over.")
+    held = people.command("decide", "hold", POLICY, "--reason", "The test is over.")
+    assert held.returncode == 0, held.stderr
 
 
 def test_nightly_has_the_schedule_of_the_settings(people: Operated) -> None:

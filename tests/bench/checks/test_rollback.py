@@ -21,8 +21,8 @@ from engine.settings.params import Paths
 from tests.helpers.bench_files import load
 from tests.helpers.live import RunningEngine, free_port, start_engine, start_reaped, stop_engine, stop_reaped
 
-# Two engines start on a machine that may be busy.
-pytestmark = pytest.mark.timeout(900)
+# With two engines behind HAProxy, test_scale_kills.py shows the same in `make test`.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 POLICY, RATE = "rollback", 8.0
 
 
