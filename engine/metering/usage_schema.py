@@ -4,6 +4,7 @@ from contextlib import closing
 from pathlib import Path
 
 from engine.errors import ConfigError
+from engine.file_lock import alone_in
 from engine.metering.usage_rows import begin, connect
 
 VERSION = 3
@@ -72,7 +73,8 @@ def create(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not path.exists():
         path.touch(mode=0o600)
-    with closing(connect(path)) as connection:
+    # SQLite refuses at once to change the mode of a file that another process uses, however long it may wait.
+    with alone_in(path.parent, waits=True), closing(connect(path)) as connection:
         connection.execute("PRAGMA journal_mode=WAL")
         with begin(connection):
             (schema,) = connection.execute("PRAGMA user_version").fetchone()

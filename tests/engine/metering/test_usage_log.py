@@ -16,13 +16,14 @@ import duckdb
 import pytest
 
 from engine.errors import ConfigError, LimitReached
+from engine.file_lock import alone_in
 from engine.metering import usage_log
 from engine.metering.dead_gateways import close_dead
 from engine.metering.raw_usage import export
 from engine.metering.usage_log import UsageLog
 from engine.metering.usage_rows import DAY, MONTH, Budget, Metered, connect, periods, remaining_s
 from engine.metering.usage_schema import VERSION, create
-from engine.threads import WORKS
+from engine.threads import WORKS, background
 from tests.helpers.children import children
 from tests.helpers.live import eventually
 from tests.helpers.state_of_265b009 import usage_log_of_265b009
@@ -83,6 +84,16 @@ def test_the_log_of_265b009_opens_and_its_negative_numbers_become_0(tmp_path: Pa
     assert totals(tmp_path) == (2, 0, 5, 0)
     create(tmp_path / "new.db")
     assert columns_of(tmp_path / "usage.db") == columns_of(tmp_path / "new.db")
+
+
+def test_a_log_is_created_by_one_process_after_another(tmp_path: Path) -> None:
+    """Of two that begin a database at once, SQLite tells one that it is locked, without a wait."""
+    with alone_in(tmp_path):
+        created = background(lambda: create(tmp_path / "usage.db"))
+        with pytest.raises(TimeoutError):
+            created.result(0.2)
+    created.result(60)
+    assert columns_of(tmp_path / "usage.db")
 
 
 def columns_of(path: Path) -> list[tuple[Any, ...]]:
