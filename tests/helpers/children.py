@@ -3,7 +3,7 @@
 from multiprocessing import get_context
 
 # Each is a fork of a server that has imported what most need and has no threads. A spawned one imports it
-# anew, for a second of a core.
+# anew, for a second of a core, but has the variables of the test: a fork has those of the server's start.
 children = get_context("forkserver")
 children.set_forkserver_preload(
     [

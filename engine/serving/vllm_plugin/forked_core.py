@@ -3,9 +3,9 @@
 vLLM's CPU platform forces `spawn`: EngineCore imports torch and vLLM a second time, which is half of the CPU
 time of a start, and so does each rank. A fork has what the server has imported, and shares its memory.
 
-Two things make the fork safe. No OpenMP region runs in the server before it: libgomp's threads do not
-survive a fork. And torch's libgomp is preloaded into the server itself: vLLM preloads it into a spawned
-EngineCore, so that torch and vLLM's kernels share one thread pool, but a fork reads no `LD_PRELOAD`.
+Two things make the forks safe. No OpenMP region runs in their parent before: libgomp's threads do not survive
+a fork. And torch's libgomp is preloaded into the server itself: vLLM preloads it into a spawned EngineCore,
+so that torch and vLLM's kernels share one thread pool, but a fork reads no `LD_PRELOAD`.
 
 Checked with vLLM 0.32.0. Remove when vLLM's CPU platform leaves the start method to the user.
 """
