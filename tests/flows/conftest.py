@@ -26,9 +26,9 @@ def people(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
     release = {"score_margin": 1.0, "max_s": 86400}
     settings = write_settings(state, policies=short_policies(), nightly={"cron": far}, release=release)
     shutil.copytree(ROOT / "eval_suites", state / "suites")
-    started = graftwork("up", settings=settings)
-    assert started.returncode == 0, started.stdout + started.stderr
     try:
+        started = graftwork("up", settings=settings)
+        assert started.returncode == 0, started.stdout + started.stderr
         yield Operated(settings, state)
     finally:
         stopped = graftwork("down", settings=settings)
