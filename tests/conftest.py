@@ -62,7 +62,7 @@ SERVED = {
 }  # fmt: skip
 # Programs that only a test marked `services` may start.
 SERVERS = re.compile(
-    r"engine\.(serving\.server|training\.service\.app|controller) |tasks\.prefect_server "
+    r"engine\.(serving\.server|training\.service\.app|controller) |tasks\.(prefect|mlflow)_server "
     r"|vllm\.entrypoints|supervisord|(mlflow|prefect) server|bin/postgres "
 )
 # The test that runs now, while it is one that may start none of them.

@@ -25,7 +25,6 @@ from engine.services.own_environments import own_environments
 from engine.services.supervisor import Supervisor, undisturbed
 from engine.settings.params import Params, Paths, content_hash
 from engine.settings.reproducible import VARIABLE, equal_bits
-from engine.settings.services import Listener
 
 Report = Callable[[str, str], None]
 # The worker's pool in Prefect, as in tasks/prefect.yaml.
@@ -82,35 +81,18 @@ def services(params: Params) -> tuple[Service, ...]:
 
 def every_service(params: Params) -> tuple[Service, ...]:
     """Return the services of an installation, wherever they run, in the order in which they start."""
-    paths = params.paths
-    # Where its database is stands in its environment: a URL may hold a password.
-    mlflow = ("-m", "mlflow", "server", "--serve-artifacts", "--workers", "1",
-              "--artifacts-destination", str(paths.mlartifacts),
-              *mlflow_options(params.listener("mlflow")))  # fmt: skip
     worker = ("-m", "prefect", "worker", "start", "--type", "process", "--pool", WORK_POOL)
-    ours = ("--params", str(paths.root / "params.json"))
+    ours = ("--params", str(params.paths.root / "params.json"))
     base_s = params.engine.start_timeout_s
     return (
         Service("engine", ("-m", "engine.serving.server", *ours), "/health", base_s, needs_base=True),
         Service("trainer", ("-m", "engine.training.service.app", *ours), "/health", base_s, needs_base=True),
-        # It imports its server twice, once to check the login's settings.
-        Service("mlflow", mlflow, "/health", 300),
+        Service("mlflow", ("-m", "tasks.mlflow_server", *ours), "/health", 300),
         Service("prefect", ("-m", "tasks.prefect_server", *ours), "/api/health", 180),
         Service("controller", ("-m", "engine.controller", *ours), "/health", 120),
         Service("tinker", ("-m", "engine.tinker.service", *ours), "/health", 60),
         Service(WORKER, (*worker, "--name", "graftwork"), None, 60),
     )
-
-
-def mlflow_options(listener: Listener) -> tuple[str, ...]:
-    """Return the options of MLflow's server on its address, hosts, TLS and login."""
-    hosts = ",".join(pattern for name in listener.names for pattern in (name, f"{name}:{listener.port}"))
-    tls = "--ssl-certfile {} --ssl-keyfile {}"
-    return (
-        "--host", str(listener.listen), "--port", str(listener.port),
-        "--allowed-hosts", hosts, "--app-name", "basic-auth",
-        *(("--uvicorn-opts", tls.format(*listener.tls)) if listener.tls else ()),
-    )  # fmt: skip
 
 
 def environment(params: Params) -> dict[str, str]:

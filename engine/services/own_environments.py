@@ -33,11 +33,14 @@ def own_environments(params: Params, names: Collection[str]) -> dict[str, dict[s
 
 
 def _mlflow(params: Params) -> dict[str, str]:
-    paths = params.paths
+    paths, listener = params.paths, params.listener("mlflow")
     session = credential(paths, "mlflow-session")
     settings = paths.root / "mlflow-logins.ini"
     write_whole(settings, MLFLOW_LOGINS.format(database=paths.mlflow_logins), mode=0o600)
     return {
+        "MLFLOW_SERVER_ALLOWED_HOSTS": ",".join(
+            pattern for name in listener.names for pattern in (name, f"{name}:{listener.port}")
+        ),
         "MLFLOW_BACKEND_STORE_URI": params.mlflow.backend or f"sqlite:///{paths.mlflow_db}",
         "MLFLOW_AUTH_CONFIG_PATH": str(settings),
         "MLFLOW_AUTH_ADMIN_USERNAME": USER,

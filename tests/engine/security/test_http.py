@@ -10,10 +10,10 @@ from fastapi.testclient import TestClient
 from engine.catalog.catalog import migrate
 from engine.errors import ConfigError
 from engine.security.http import guarded, server_options
-from engine.services.lifecycle import mlflow_options
 from engine.serving.server import listener_arguments
 from engine.settings.params import Params, load_params
 from engine.settings.services import Listener
+from tasks import mlflow_server
 
 KEY = "a" * 48
 
@@ -114,7 +114,8 @@ def test_tls_reaches_every_server() -> None:
     assert mine.url == "https://models.example.org:8461"
     assert server_options(mine)["ssl_certfile"] == "/c.pem"
     assert listener_arguments(mine)[-4:] == ["--ssl-certfile", "/c.pem", "--ssl-keyfile", "/k.pem"]
-    assert mlflow_options(mine)[-1] == "--ssl-certfile /c.pem --ssl-keyfile /k.pem"
+    served = Params.model_validate({"mlflow": {"listen": "0.0.0.0"}, "network": tls})
+    assert mlflow_server.options(served)[-1] == "--ssl-certfile /c.pem --ssl-keyfile /k.pem"
     assert listener(listen="0.0.0.0", behind_proxy=True).url == "http://127.0.0.1:8461"
     assert listener(listen="::1").url == "http://[::1]:8461"
     # What listens on a loopback address has the certificate's name for nobody.
