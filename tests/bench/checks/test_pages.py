@@ -60,7 +60,8 @@ def test_a_command_can_be_given(command: str, monkeypatch: pytest.MonkeyPatch):
         typer.main.get_command(app).commands[words[0]].make_context(words[0], words[1:]).close()
     elif program == "python":
         assert (ROOT / words[0]).exists()
-        if "--help" not in words:
+        # A script for a GPU is not loaded.
+        if "--help" not in words and not words[0].startswith("tests/gpu/"):
             parsed(words[0].removeprefix("tests/bench/").removesuffix(".py"), words[1:], monkeypatch)
     elif program == "pytest":
         files = [word for word in words if word.startswith("tests/")]
