@@ -15,7 +15,7 @@ COOKBOOK_STAMP := $(VENV)/.graftwork-cookbook-installed
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 comma := ,
-# uv takes a fifth of pip's time. It reads no configuration of pip's, such as a mirror, so pip goes on where it fails.
+# uv takes a quarter of pip's time. It does not read pip's configuration, such as a mirror; where it fails, pip goes on.
 install = $(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode -c constraints.txt $(1) 2> /dev/null \
   || $(PIP) install --quiet -c constraints.txt $(1)
 # One worker more than there are cores, since tests wait for services, and four at most: each may hold engines
