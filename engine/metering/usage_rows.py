@@ -36,6 +36,7 @@ CLOSE = """
     UPDATE requests SET state = ?, status = ?, prompt = ?, completion = ?, settled_at = ?, revision = ?
     WHERE seq = ? AND state = 'admitted'
 """
+BEGIN = "UPDATE requests SET repeated = 0 WHERE seq = ? AND state = 'admitted'"
 # Of a key or a tenant, for a day or a month.
 COUNT = """
     INSERT INTO spent (subject, period, used, reserved) VALUES (?, ?, ?, ?)
@@ -56,6 +57,7 @@ class Metered(NamedTuple):
     """A request to meter; `revision` is a digest, empty for the base. `reserved` is its bound in tokens.
 
     `repeated`: where this engine dies before it answers, the proxy in front asks another one, which bills it.
+    The row of a stream says so until its beginning was sent.
     """
 
     id: str
@@ -243,14 +245,19 @@ class UsageRows:
         # Something is committed that a power failure may undo.
         self._dirty = False
 
-    def record(self, ended: Iterable[Ended], asking: Iterable[Asked]) -> list[int | LimitReached | Shortage]:
+    def record(
+        self, ended: Iterable[Ended], asking: Iterable[Asked], begun: Iterable[int] = ()
+    ) -> list[int | LimitReached | Shortage]:
         """Settle requests that have ended and admit those that ask, in one commit, which costs most of it.
+
+        The streams of the numbers `begun` have: no other engine is asked for them.
 
         Return of each that asks its number for `settle`, or why it is refused: a budget has less left than it
         reserves (`LimitReached`), or it is shared and this machine has drawn less (`Shortage`).
         """
         with begin(self._connection) as connection:
             spending = Spending(connection, self._is_shared)
+            connection.executemany(BEGIN, ((number,) for number in begun))
             for number, request, status, used in ended:
                 close_row(connection, spending, number, request, status, used)
             answers = [
@@ -291,8 +298,9 @@ class UsageWriter:
     def __init__(self, usage: UsageRows, draw: Callable[[Shortage], bool]):
         """`draw` draws from shared budgets; it waits for their database, in a thread."""
         self._usage, self._draw = usage, draw
-        # What is to be written: who asks in this turn of the event loop, and what has ended since.
+        # What is to be written: who asks in this turn of the event loop, and what has begun and ended since.
         self._asking: list[Asking] = []
+        self._begun: list[int] = []
         self._ended: list[Ended] = []
         self._timer: asyncio.TimerHandle | None = None
 
@@ -330,24 +338,32 @@ class UsageWriter:
     def end(self, number: int, request: Metered, status: int, used: tuple[int, int] | None) -> None:
         """Have the end of a request recorded soon, with those of others; `used` as of `Ended`."""
         self._ended.append((number, request, status, used))
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(SETTLED_S, self._write_ended)
+        self._flush_within(SETTLED_S)
 
-    def _write_ended(self) -> None:
+    def begin(self, number: int) -> None:
+        """Have it recorded soon that a stream has begun."""
+        self._begun.append(number)
+        self._flush_within(SETTLED_S)
+
+    def _flush_within(self, seconds: float) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._flush)
+
+    def _flush(self) -> None:
         self._timer = None
         self.flush()
 
     def flush(self) -> None:
-        """Record the requests that have ended now. On the event loop."""
+        """Record what has begun and ended now. On the event loop."""
         try:
-            if self._ended:
-                self._usage.record(self._ended, ())
+            if self._begun or self._ended:
+                self._usage.record(self._ended, (), self._begun)
         except sqlite3.Error as error:
             UNSETTLED.inc()
-            if self._timer is None:
-                self._timer = asyncio.get_running_loop().call_later(AGAIN_S, self._write_ended)
+            self._flush_within(AGAIN_S)
             log.warning("The usage of %d requests could not be written: %s", len(self._ended), error)
         else:
+            self._begun.clear()
             self._ended.clear()
 
     def _write(self) -> None:

@@ -104,6 +104,9 @@ class Metering:
         """Return the headers of an answer that say what is left."""
         return []
 
+    def begun(self, call: "Call") -> None:
+        """Note that the beginning of a stream was sent: no proxy asks another engine for it any more."""
+
     def settle(self, call: "Call") -> None:
         """Record what a call used, and which revision answered it."""
 
@@ -191,6 +194,7 @@ class Call:
     # Held and forwarded.
     name: str | None = None
     has_failed: bool = False
+    is_observed: bool = False
     parent: "Call | None" = None
 
     @property
@@ -207,7 +211,7 @@ class Call:
         """Return the call of whoever answers in place of this canary, which has failed."""
         other = copy(self)
         other.parent, other.answer = self, self.answer.again()
-        other.name, other.has_failed = None, False
+        other.name, other.has_failed, other.is_observed = None, False, False
         return other
 
     def reserve(self, template_tokens: int, ceiling: float) -> int:
@@ -271,7 +275,10 @@ class Call:
 
 
 def observe(call: Call) -> None:
-    """Spool the observation. A full disk is counted and logged, and never changes the answer."""
+    """Spool the observation, once. A full disk is counted and logged, and never changes the answer."""
+    if call.is_observed:
+        return
+    call.is_observed = True
     if call.target.arm == FALLBACK:
         FALLBACKS.inc()
     try:

@@ -14,7 +14,7 @@ from prometheus_client import Counter
 
 from engine.serving.gateway.api_errors import translate
 from engine.serving.gateway.asgi import App, Message, nothing
-from engine.serving.gateway.call import Call
+from engine.serving.gateway.call import Call, observe
 from engine.serving.gateway.route_table import OF_CHOICES, Kind
 from engine.serving.vllm_plugin.extra_args import ASKED
 
@@ -138,15 +138,23 @@ class Relay:
             return nothing()
         if piece:
             answer.time()
-        if self._kept is not None:
-            start, self._kept = self._kept, None
+        start, self._kept = self._kept, None
+        if start is not None:
             self._call.has_failed = is_fault(answer.fault or answer.status)
-            return nothing() if self._call.has_failed else self._begin_with(start, message)
         if self._call.has_failed:
             return nothing()
+        if not has_more:
+            self._end()
+        if start is not None:
+            return self._begin_with(start, message)
         if answer.pieces:
             self._plain = answer.plain
         return self._send(message)
+
+    def _end(self) -> None:
+        """Observe the call before the last of its answer is sent, so that no kill comes in between."""
+        if self._call.endpoint.kind is Kind.GENERATE:
+            observe(self._call)
 
     async def _fail(self, start: Message) -> None:
         """Send an error of vLLM's in the API's form; nothing was generated for the client."""
@@ -162,6 +170,7 @@ class Relay:
         told = translate(answer.status, bytes(self._fault), call.endpoint.path)
         headers = [header for header in start.get("headers", ()) if header[0].lower() != b"content-length"]
         start["headers"] = [*headers, (b"content-length", b"%d" % len(told))]
+        self._end()
         await self._begin_with(start, {"type": "http.response.body", "body": told})
 
     async def _begin_with(self, start: Message, message: Message) -> None:
@@ -177,7 +186,13 @@ def begin(call: Call, start: Message) -> Awaitable[None]:
         ours += [(b"x-graftwork-revision", revision), *call.state.meter.headers(call)]
     start["headers"] = [*start.get("headers", ()), *ours]
     answers_with(start["status"], "").inc()
-    return call.send(start)
+    return begin_stream(call, start) if call.answer.is_stream else call.send(start)
+
+
+async def begin_stream(call: Call, start: Message) -> None:
+    """Send the beginning of a stream, and then have the meter know."""
+    await call.send(start)
+    call.state.meter.begun(call)
 
 
 def is_fault(status: int) -> bool:

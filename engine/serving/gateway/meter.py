@@ -308,8 +308,8 @@ class Meter(Metering):
             call.purpose,
             call.admitted_at,
             tokens,
-            # Of a whole answer no byte is sent before its end; a stream that breaks is not asked again.
-            int(call.state.settings.proxy_sets_id and not call.answer.is_stream),
+            # A whole answer until its end, a stream until `begun`.
+            int(call.state.settings.proxy_sets_id),
         )
         try:
             number = await self._usage.admit(asked, account.budgets, is_alone=self._open == 1)
@@ -362,6 +362,14 @@ class Meter(Metering):
                     (reset, b"%.3fs" % reset_s),
                 )
         return headers
+
+    def begun(self, call: Call) -> None:
+        """Note that the beginning of a stream was sent, so a proxy asks no other engine for it any more.
+
+        A kill within `SETTLED_S` from now leaves its row as of one that is asked again, and bills nothing.
+        """
+        if call.bill is not None and call.bill.asked.repeated:
+            self._usage.begin(call.bill.number)
 
     def settle(self, call: Call) -> None:
         """Record what a call used, and which revision answered it.

@@ -345,10 +345,10 @@ async def test_usage_that_could_not_be_written_is_written_with_the_next_request(
 
     plain = world.usage.record
 
-    def full(ended, asking):
+    def full(ended, asking, begun=()):
         if ended:
             raise sqlite3.OperationalError("database or disk is full")
-        return plain(ended, asking)
+        return plain(ended, asking, begun)
 
     async with world.client(limited(world, tokens_per_day=1000)) as client:
         with monkeypatch.context() as patched:

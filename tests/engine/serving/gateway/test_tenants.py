@@ -4,9 +4,11 @@ import asyncio
 import json
 import sqlite3
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack, closing
 from dataclasses import replace
 from itertools import product
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -324,15 +326,66 @@ async def test_a_request_has_the_proxys_id_where_the_proxy_sets_it(world: World)
             response = await client.post(**completion("acme-sums"), headers={"x-request-id": name})
             # The last digits say which key it was given to.
             assert (response.headers["x-request-id"][:20] == name[:20]) is is_taken
-        await client.post(**completion(stream=True))
-    with closing(sqlite3.connect(world.root / "usage" / "usage.db")) as connection:
-        found = connection.execute("SELECT repeated FROM requests ORDER BY seq").fetchall()
-    # HAProxy asks another engine for a whole answer alone.
-    assert found == [(1,)] * 4 + [(0,)]
-    del world.events.rows[-1]
+    assert repeated_rows(world) == [1] * 4
     ids = [fields["id"] for table, fields in world.events.rows if table == "observations"]
     assert sum(name.startswith(f"cmpl-{given[:20]}") for name in ids) == 1
     assert len(ids) == len(set(ids)) == 4
+
+
+def repeated_rows(world: World) -> list[int]:
+    """Return of each request whether a proxy asks another engine for it where this one dies."""
+    world.state.meter.flush()
+    with closing(sqlite3.connect(world.root / "usage" / "usage.db")) as connection:
+        return [row[0] for row in connection.execute("SELECT repeated FROM requests ORDER BY seq")]
+
+
+@pytest.mark.parametrize(("is_stream", "seen"), [(False, [1, 1, 1]), (True, [1, 0, 0])])
+async def test_a_proxy_asks_elsewhere_until_the_first_byte_was_sent(
+    world: World, is_stream: bool, seen: list[int]
+):
+    """Of a whole answer no byte is sent before its end, a stream that has begun is asked nowhere else."""
+    world.state.settings = GatewayConfig(proxy_sets_id=True)
+    told: list[int] = []
+    await ask(world, is_stream, lambda message: told.extend(repeated_rows(world)))
+    # As its beginning is sent, as its first piece is, and after its end.
+    assert [*told[:2], *repeated_rows(world)] == seen
+
+
+async def ask(world: World, is_stream: bool, sent: Callable[[Any], object]) -> None:
+    """Ask for a completion; call `sent` before each message of its answer is sent."""
+    body = json.dumps(SENTENCE | {"model": "acme-sums", "stream": is_stream}).encode()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+    headers = [(b"authorization", f"Bearer {world.key()}".encode())]
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        return await asyncio.Future()
+
+    async def send(message: Any) -> None:
+        sent(message)
+
+    await world.app(
+        {"type": "http", "path": "/v1/completions", "headers": headers, "method": "POST"}, receive, send
+    )
+
+
+@pytest.mark.parametrize("fault", [None, (500, {"error": {"message": "It failed."}})])
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_answer_is_observed_before_its_end_is_sent(world: World, is_stream: bool, fault: Any):
+    """So no kill can come between an answer that somebody has, and its row in the spool."""
+    world.server.fault = fault
+    at_end: list[int] = []
+
+    def sent(message: Any) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            at_end.append(len(world.events.rows))
+
+    await ask(world, is_stream, sent)
+    assert at_end == [1]
+    ((table, row),) = world.events.rows
+    assert (table, row["status"]) == ("observations", 200 if fault is None else 500)
+    assert row["completion_tokens"] == (None if fault else SENTENCE["max_tokens"])
 
 
 async def test_the_prefix_cache_is_salted_by_tenant(world: World):
