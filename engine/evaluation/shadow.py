@@ -1,8 +1,8 @@
 """A shadow: the revision under release answers users' questions too, unseen, and the evaluators compare.
 
-In the engine that answered the user, behind all users there: for a fixed share of users' answers, and where
-users are few, for a fifth of the time. It rests while users wait longer for their first token beside it than
-without it.
+In the engine that answered the user, behind all users there: for a fixed share of users' answers, several of
+them together, and where users are few, one by one for a fifth of the time. It rests while users wait longer
+for their first token beside it than without it.
 """
 
 import logging
@@ -28,8 +28,12 @@ SHADOWS = uuid.UUID("0f6f3c57-6f0c-5c43-9a43-64f7d5a4a7c1")
 # Questions that wait (2 MB each at most), and how often the next is looked for while there is none.
 MOST_WAITING, EVERY_S = 32, 0.05
 # Questions for each answer of users, how many are saved up, and how many pairs of answers are open at most.
-# Without a saved one the next may follow alone, after so many times the seconds that the last answer took.
-SHARE, MOST_SAVED, MOST_OPEN, ALONE_AFTER = 0.125, 4.0, 8, 4.0
+SHARE, MOST_SAVED, MOST_OPEN = 0.125, 16.0, 8
+# So many saved ones are asked at once: a step of the engine with several of them costs little more than with
+# one, and in between users meet none.
+TOGETHER = 8
+# One may follow alone after so many times the seconds that the last answer took.
+ALONE_AFTER = 4.0
 # Users' text is let go after so many seconds.
 OLDEST_S = 120.0
 # It rests for the first of these seconds in every so many, so that users are also met alone.
@@ -142,18 +146,26 @@ class Shadow:
     def _start(self) -> None:
         """Have questions asked, the newest first: its user's answer is the most like those that come now."""
         with self._lock:
-            while self._waiting and self._may_ask:
+            due = self._due
+            while due and self._waiting and self._may_ask:
                 question = self._waiting.pop()
                 if question.unit not in self._units and not question.is_old:
+                    due -= 1
                     self._units.add(question.unit)
                     self._open, self._saved = self._open + 1, max(0.0, self._saved - 1.0)
                     self._pool.submit(self._meet, question)
 
     @property
+    def _due(self) -> int:
+        """How many questions the share allows now: several together, one alone, or none."""
+        if min(self._saved, len(self._waiting)) >= TOGETHER:
+            return TOGETHER
+        return int(not self._open and time.monotonic() >= self._free_at)
+
+    @property
     def _may_ask(self) -> bool:
-        """Whether the share allows a question, users do not suffer, and evaluators that decide can score."""
-        is_in_turn = self._saved >= 1.0 or (not self._open and time.monotonic() >= self._free_at)
-        if self._is_closed or self.is_paused or not is_in_turn or self._open >= MOST_OPEN:
+        """Whether users do not suffer by one more question, and evaluators that decide can score it."""
+        if self._is_closed or self.is_paused or self._open >= MOST_OPEN:
             return False
         deciding = (one for one in self._scorers if one.config.decides != "nothing")
         # Answers that are under way will be scored before this one.

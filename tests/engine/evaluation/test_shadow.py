@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from engine.evaluation.shadow import (
     ALONE_S,
     EVERY_S,
     LEAST_TIMES,
+    MOST_OPEN,
+    SHARE,
+    TOGETHER,
     Question,
     Shadow,
     UsersTimes,
@@ -264,26 +268,25 @@ def test_times_are_beside_it_where_it_asks_and_meanwhile(shadow: Shadow) -> None
     assert seen == [False, True, False, True, False]
 
 
-def test_it_asks_a_share_of_users_answers(shadow: Shadow, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, taken = HeldEngine(), 0
+def test_it_asks_a_share_of_users_answers_several_together(shadow: Shadow) -> None:
+    engine, numbers = HeldEngine(), count(10)
     later = [{"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
 
-    def take(count: int, asked: int) -> None:
-        nonlocal taken
-        for _ in range(count):
-            taken += 1
+    def take(pairs: int, asked: int) -> None:
+        for _ in range(pairs):
+            shadow.take(engine.question(copy_of(next(numbers))))
             # Later turns count, too.
-            shadow.take(engine.question(copy_of(2 * taken + 10)))
-            shadow.take(engine.question(copy_of(2 * taken + 11, messages=later)))
+            shadow.take(engine.question(copy_of(next(numbers), messages=later)))
         assert eventually(lambda: len(engine.asked) == asked)
-
-    monkeypatch.setattr("engine.evaluation.shadow.MOST_OPEN", 4)
-    # The first may always be asked, alone.
-    for asked in range(1, 5):
-        take(1 if asked == 1 else 4, asked)
         time.sleep(2 * EVERY_S)
         assert len(engine.asked) == asked
-    take(10, 4)
+
+    # The first may always be asked, alone.
+    take(1, 1)
+    pairs = int(TOGETHER / SHARE) // 2
+    take(pairs - 1, 1)
+    take(2, MOST_OPEN)
+    take(pairs, MOST_OPEN)
     engine.let_go.set()
 
 
