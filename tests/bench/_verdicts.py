@@ -14,9 +14,12 @@ need no bound.
 
 import itertools
 import math
+import statistics
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+from scipy.stats import binomtest, t
 
 ALPHA = 0.05
 MET, MISSED, UNDECIDED = "met", "missed", "undecided"
@@ -93,3 +96,19 @@ class MedianInterval:
     def now(self) -> Interval:
         """Return the interval after the values so far."""
         return Interval(self._lower, self._upper, len(self._ordered))
+
+
+def share_interval(values: Sequence[float]) -> Interval:
+    """Return the exact interval (Clopper and Pearson) of a share of ones; how many there are is no choice."""
+    low, high = binomtest(int(sum(values)), len(values)).proportion_ci(1 - ALPHA)
+    return Interval(float(low), float(high), len(values))
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """Return Student's interval of a mean of like rounds, of which one tells nothing."""
+    count = len(values)
+    if count < 2:
+        return Interval(-math.inf, math.inf, count)
+    half = float(t.ppf(1 - ALPHA / 2, count - 1)) * statistics.stdev(values) / math.sqrt(count)
+    middle = statistics.fmean(values)
+    return Interval(middle - half, middle + half, count)

@@ -26,7 +26,7 @@ suites.
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import count
 from pathlib import Path
@@ -48,6 +48,7 @@ from _quality_readings import (
     steps,
 )
 from _run import Run, options, start
+from _verdicts import Interval, mean_interval, share_interval
 
 from engine.quality.estimate import interval
 from engine.quality.prediction import OutcomePredictor
@@ -81,6 +82,8 @@ BOUNDS = {
     "views_s": record.at_most(2),
     "policy_view_s": record.at_most(0.1),
 }
+# What is judged by the interval of a share: a few readings tell little.
+SHARES = ("coverage", "missed", "flagged")
 # Each figure's values in one round, by name.
 Found = dict[str, list[float]]
 
@@ -166,15 +169,25 @@ def read_line(line: Line, seed: int) -> Found:
     return found
 
 
-def summary(found: Found) -> dict[str, float]:
-    """Return the figures of all rounds."""
+def fixed_coverage(found: Found) -> float:
+    """Return the mean coverage of the cells that read a fixed number of items."""
+    fixed = (name for name in found if name.startswith("coverage.") and ".early" not in name)
+    return fmean(fmean(found[name]) for name in fixed)
+
+
+def summary(taken: Sequence[Found]) -> tuple[dict[str, float], dict[str, Interval]]:
+    """Return the figures of all rounds, and the intervals of those that are shares."""
+    found = defaultdict[str, list[float]](list)
+    for one in taken:
+        for name, values in one.items():
+            found[name] += values
     figures = {
         name: (median if name.startswith("items_vs") else fmean)(values) for name, values in found.items()
     }
-    fixed = [
-        value for name, value in figures.items() if name.startswith("coverage.") and ".early" not in name
-    ]
-    return figures | {"fixed_coverage": fmean(fixed), "readings": float(len(found["gate_items"]))}
+    figures |= {"fixed_coverage": fixed_coverage(found), "readings": float(len(found["gate_items"]))}
+    shares = [name for name in found if name.partition(".")[0] in SHARES]
+    intervals = {name: share_interval(found[name]) for name in shares}
+    return figures, intervals | {"fixed_coverage": mean_interval([fixed_coverage(one) for one in taken])}
 
 
 def rounds(lines: list[Line], pool: ProcessPoolExecutor, first: int) -> Iterator[Found]:
@@ -187,16 +200,11 @@ def rounds(lines: list[Line], pool: ProcessPoolExecutor, first: int) -> Iterator
         yield found
 
 
-def replay(run: Run, lines: list[Line], what: str, share: float) -> dict[str, float]:
-    """Return the figures of some lines, read again and again while the share of the time lasts."""
+def replay(run: Run, lines: list[Line], what: str, share: float) -> list[Found]:
+    """Return what is found in some lines, read again and again while the share of the time lasts."""
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         each = rounds(lines, pool, 0)
-        taken = run.repeats(what, lambda _: next(each), share=share, most=ROUNDS[run.is_long])
-    found = defaultdict[str, list[float]](list)
-    for round_found in taken:
-        for name, values in round_found.items():
-            found[name] += values
-    return summary(found)
+        return run.repeats(what, lambda _: next(each), share=share, most=ROUNDS[run.is_long])
 
 
 def slowest(seconds: dict[str, float], suffix: str) -> dict[str, float]:
@@ -223,8 +231,10 @@ def main() -> None:
         for taken in run.parts(lambda: views.measure(Path(root), REVISIONS[run.is_long], SCORES)):
             figures.values |= slowest(taken, f".{REVISIONS[run.is_long]}")
     for (source, each), share in zip(lines.items(), (0.6, 1.0), strict=True):
-        found = replay(run, each, f"rounds of {source} outcomes", share)
-        figures.values |= {f"{name}.{source}": value for name, value in found.items()}
+        if taken := replay(run, each, f"rounds of {source} outcomes", share):
+            found, intervals = summary(taken)
+            figures.values |= {f"{name}.{source}": value for name, value in found.items()}
+            figures.intervals |= {f"{name}.{source}": value for name, value in intervals.items()}
     record.report(run, figures, BOUNDS, True, given.out)
 
 

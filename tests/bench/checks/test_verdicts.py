@@ -110,6 +110,24 @@ def test_a_part_keeps_to_its_time(run: ModuleType, capsys: pytest.CaptureFixture
     assert "ends by" in capsys.readouterr().out
 
 
+def test_few_readings_of_a_share_decide_nothing(verdicts: ModuleType):
+    """49 of 50, and 0 faults of 50, say little of bounds of 94% and 5%; so does one round of a mean."""
+    assert verdicts.share_interval([1.0] * 49 + [0.0]).says(0.94, 1.0) == verdicts.UNDECIDED
+    assert verdicts.share_interval([1.0] * 980 + [0.0] * 20).says(0.94, 1.0) == verdicts.MET
+    none = verdicts.share_interval([0.0] * 50)
+    # With p at its upper end, nothing in 50 has a chance of 2.5%.
+    assert (1 - none.upper) ** 50 == pytest.approx(0.025)
+    assert none.says(0.0, 0.05) == verdicts.UNDECIDED
+    assert verdicts.mean_interval([0.995]).says(0.0, 0.99) == verdicts.UNDECIDED
+
+
+def test_the_interval_of_a_mean_is_as_often_wrong_as_it_says(verdicts: ModuleType):
+    random = np.random.default_rng(0)
+    rounds = random.normal(0.5, 0.1, (2000, 5))
+    held = [one.lower <= 0.5 <= one.upper for one in map(verdicts.mean_interval, rounds.tolist())]
+    assert np.mean(held) == pytest.approx(0.95, abs=0.015)
+
+
 @pytest.fixture
 def ctrl_c() -> Iterator[Callable[[], None]]:
     """Press it, also in a process that a shell has started in the background, which ignores it."""
