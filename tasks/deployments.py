@@ -3,6 +3,8 @@
 Idempotent: everything is found by its name and replaced.
 """
 
+import shlex
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,13 +56,15 @@ def install(params: Params) -> int:
 def job_template(folder: Path) -> dict[str, Any]:
     """Return what a run is given: it takes no command, environment or folder from its caller.
 
+    Its process is `flows.flow_run`, by this interpreter: the worker has the same one, as it has the folder.
     Prefect would merge the caller's variables into an `env` given here, even an empty one. In `folder` are a
     person's own modules. By default it would be a temporary directory of the run: the first process of a
     suspended run removes that when it ends, and the resumed one may run in it already.
     """
     return {
         "job_configuration": {
-            "command": None, "labels": {}, "name": None, "stream_output": True, "working_dir": str(folder),
+            "command": shlex.join([sys.executable, "-m", "flows.flow_run"]), "labels": {}, "name": None,
+            "stream_output": True, "working_dir": str(folder),
         },
         # Others are ignored, not refused: Prefect keeps those of a deployment of an earlier version.
         "variables": {"type": "object", "properties": {}},

@@ -1,5 +1,7 @@
 """What a caller of a deployment may set."""
 
+import shlex
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -27,7 +29,8 @@ async def test_a_run_takes_no_command_environment_or_folder_from_its_caller(
     """As Prefect's worker reads a run's job variables; no value here needs its server."""
     template = job_template(tmp_path)
     found = await ProcessJobConfiguration.from_template_and_values(template, given, client=Mock())
-    assert (found.command, found.env, found.working_dir) == (None, {}, tmp_path)
+    command = shlex.join([sys.executable, "-m", "flows.flow_run"])
+    assert (found.command, found.env, found.working_dir) == (command, {}, tmp_path)
 
 
 def test_every_deployment_is_a_flow_of_the_installed_package() -> None:
