@@ -192,8 +192,15 @@ class Operated:
 
 
 def skeleton(text: str) -> str:
-    """Return a program's output without what differs from run to run: digests, numbers, paths, widths."""
-    for pattern, instead in ((r"\b[0-9a-f]{12,64}\b", "DIGEST"), (r"\S*/\S+", "PATH"), (r"\d[\d,.]*", "0")):
+    """Return a program's output without what differs from run to run.
+
+    Those are digests, ages, numbers, paths and widths.
+    """
+    different = (
+        (r"\b[0-9a-f]{12,64}\b", "DIGEST"), (r"\S*/\S+", "PATH"), (r"\b\d+[smhd]\b", "AGE"),
+        (r"\d[\d,.]*", "0"),
+    )  # fmt: skip
+    for pattern, instead in different:
         text = re.sub(pattern, instead, text)
     return "\n".join(" ".join(line.split()) for line in text.splitlines())
 
