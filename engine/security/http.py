@@ -1,7 +1,9 @@
 """What stands in front of a service: limits of a connection, a Host allow-list and the key.
 
 uvicorn 0.54 buffers headers and trailers of any size, and waits for ever for a first request, the rest of its
-headers, the rest of a body whose request is answered already, or a client that reads no answer.
+headers, the rest of a body whose request is answered already, or a client that reads no answer. And it sends
+the head of an answer before its body: a process that is killed in between leaves half an answer, for which no
+proxy asks another one.
 
 A Host allow-list stops DNS rebinding: a web page whose name resolves to 127.0.0.1 still sends its own name.
 """
@@ -36,6 +38,37 @@ TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\
 def limit_connections() -> None:
     """Have servers that are started from now on use `LimitedProtocol`. Idempotent."""
     uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:{LimitedProtocol.__name__}"
+
+
+class JoinedWrites:
+    """The transport for one answer: its head goes out in one write with the body, if that follows at once."""
+
+    __slots__ = ("_head", "_is_begun", "_loop", "_transport")
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop):
+        self._transport, self._loop, self._head, self._is_begun = transport, loop, b"", False
+
+    def write(self, data: bytes) -> None:
+        """Write; what comes first, with what follows it in this turn of the event loop."""
+        if not self._is_begun:
+            self._is_begun, self._head = True, data
+            self._loop.call_soon(self._flush)
+        else:
+            head, self._head = self._head, b""
+            self._transport.write(head + data)
+
+    def _flush(self) -> None:
+        if self._head:
+            self.write(b"")
+
+    def close(self) -> None:
+        """Close once everything is written."""
+        self._flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        """Return whether nothing more is sent."""
+        return self._transport.is_closing()
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -137,7 +170,10 @@ class LimitedProtocol(HttpToolsProtocol):
         if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > MOST_HEADERS:
             # The parser passes it on to `send_400_response`.
             raise ValueError("The headers are too large.")
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not before:
+            self.cycle.transport = JoinedWrites(self.transport, self.loop)  # type: ignore[assignment]
 
     def send_400_response(self, msg: str) -> None:
         """Refuse a request that cannot be parsed, or one with too large headers."""

@@ -119,6 +119,35 @@ def test_idle_and_slow_connections_end_and_others_are_served(monkeypatch: pytest
     uvloop.run(run())
 
 
+def test_a_whole_answer_comes_in_one_piece_and_the_head_of_a_stream_at_once():
+    """A process that is killed after a first piece would leave half an answer."""
+    has_head = asyncio.Event()
+
+    async def stream(scope, receive, send):
+        if scope["path"] == "/":
+            return await app(scope, receive, send)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await has_head.wait()
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        await send({"type": "http.response.body", "body": b"two"})
+
+    async def run() -> None:
+        running = Running()
+        running.app = stream
+        async with running as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for _ in range(20):
+                writer.write(REQUEST + b"\r\n")
+                assert (await reader.read(1 << 16)).endswith(b"\r\n\r\nok")
+            writer.write(REQUEST.replace(b"/ ", b"/stream ") + b"connection: close\r\n\r\n")
+            assert (await asyncio.wait_for(reader.read(1 << 16), 5)).endswith(b"\r\n\r\n")
+            has_head.set()
+            assert await asyncio.wait_for(reader.read(), 5) == b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n"
+            writer.close()
+
+    uvloop.run(run())
+
+
 CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
