@@ -56,7 +56,7 @@ def install(params: Params) -> int:
 def job_template(folder: Path) -> dict[str, Any]:
     """Return what a run is given: it takes no command, environment or folder from its caller.
 
-    Its process is `flows.flow_run`, by this interpreter: the worker has the same one, as it has the folder.
+    The worker starts `flows.flow_run` by this interpreter: it has it at the same path, as it has the folder.
     Prefect would merge the caller's variables into an `env` given here, even an empty one. In `folder` are a
     person's own modules. By default it would be a temporary directory of the run: the first process of a
     suspended run removes that when it ends, and the resumed one may run in it already.

@@ -29,8 +29,8 @@ SHADOWS = uuid.UUID("0f6f3c57-6f0c-5c43-9a43-64f7d5a4a7c1")
 MOST_WAITING, EVERY_S = 32, 0.05
 # Questions for each answer of users, how many are saved up, and how many pairs of answers are open at most.
 SHARE, MOST_SAVED, MOST_OPEN = 0.125, 16.0, 8
-# So many saved ones are asked at once: a step of the engine with several of them costs little more than with
-# one, and in between users meet none.
+# This many saved questions are asked at once: a step of the engine with eight of their rows costs little more
+# than with one, and in between users meet none.
 TOGETHER = 8
 # One may follow alone after so many times the seconds that the last answer took.
 ALONE_AFTER = 4.0

@@ -36,7 +36,7 @@ CLOSE = """
     UPDATE requests SET state = ?, status = ?, prompt = ?, completion = ?, settled_at = ?, revision = ?
     WHERE seq = ? AND state = 'admitted'
 """
-BEGIN = "UPDATE requests SET repeated = 0 WHERE seq = ? AND state = 'admitted'"
+HAS_BEGUN = "UPDATE requests SET repeated = 0 WHERE seq = ? AND state = 'admitted'"
 # Of a key or a tenant, for a day or a month.
 COUNT = """
     INSERT INTO spent (subject, period, used, reserved) VALUES (?, ?, ?, ?)
@@ -250,14 +250,14 @@ class UsageRows:
     ) -> list[int | LimitReached | Shortage]:
         """Settle requests that have ended and admit those that ask, in one commit, which costs most of it.
 
-        The streams of the numbers `begun` have: no other engine is asked for them.
+        `begun` are the numbers of streams whose beginning was sent: no other engine is asked for them.
 
         Return of each that asks its number for `settle`, or why it is refused: a budget has less left than it
         reserves (`LimitReached`), or it is shared and this machine has drawn less (`Shortage`).
         """
         with begin(self._connection) as connection:
             spending = Spending(connection, self._is_shared)
-            connection.executemany(BEGIN, ((number,) for number in begun))
+            connection.executemany(HAS_BEGUN, ((number,) for number in begun))
             for number, request, status, used in ended:
                 close_row(connection, spending, number, request, status, used)
             answers = [
@@ -340,8 +340,8 @@ class UsageWriter:
         self._ended.append((number, request, status, used))
         self._flush_within(SETTLED_S)
 
-    def begin(self, number: int) -> None:
-        """Have it recorded soon that a stream has begun."""
+    def note_beginning(self, number: int) -> None:
+        """Have it recorded soon that the beginning of a stream was sent."""
         self._begun.append(number)
         self._flush_within(SETTLED_S)
 

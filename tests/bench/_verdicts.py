@@ -99,13 +99,13 @@ class MedianInterval:
 
 
 def share_interval(values: Sequence[float]) -> Interval:
-    """Return the exact interval (Clopper and Pearson) of a share of ones; how many there are is no choice."""
+    """Return the exact interval (Clopper and Pearson) of the share of ones in values of a given number."""
     low, high = binomtest(int(sum(values)), len(values)).proportion_ci(1 - ALPHA)
     return Interval(float(low), float(high), len(values))
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Return Student's interval of a mean of like rounds, of which one tells nothing."""
+    """Return Student's interval of the mean of rounds of one kind; a single round tells nothing."""
     count = len(values)
     if count < 2:
         return Interval(-math.inf, math.inf, count)

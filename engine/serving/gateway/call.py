@@ -104,8 +104,8 @@ class Metering:
         """Return the headers of an answer that say what is left."""
         return []
 
-    def begun(self, call: "Call") -> None:
-        """Note that the beginning of a stream was sent: no proxy asks another engine for it any more."""
+    def note_beginning(self, call: "Call") -> None:
+        """Record that the beginning of a stream was sent: no proxy asks another engine for it any more."""
 
     def settle(self, call: "Call") -> None:
         """Record what a call used, and which revision answered it."""

@@ -192,7 +192,7 @@ def begin(call: Call, start: Message) -> Awaitable[None]:
 async def begin_stream(call: Call, start: Message) -> None:
     """Send the beginning of a stream, and then have the meter know."""
     await call.send(start)
-    call.state.meter.begun(call)
+    call.state.meter.note_beginning(call)
 
 
 def is_fault(status: int) -> bool:

@@ -308,7 +308,7 @@ class Meter(Metering):
             call.purpose,
             call.admitted_at,
             tokens,
-            # A whole answer until its end, a stream until `begun`.
+            # A whole answer until its end, a stream until `note_beginning`.
             int(call.state.settings.proxy_sets_id),
         )
         try:
@@ -363,13 +363,13 @@ class Meter(Metering):
                 )
         return headers
 
-    def begun(self, call: Call) -> None:
-        """Note that the beginning of a stream was sent, so a proxy asks no other engine for it any more.
+    def note_beginning(self, call: Call) -> None:
+        """Record that the beginning of a stream was sent: no proxy asks another engine for it any more.
 
-        A kill within `SETTLED_S` from now leaves its row as of one that is asked again, and bills nothing.
+        It is written within `SETTLED_S`: until then a kill of the process bills nothing for the stream.
         """
         if call.bill is not None and call.bill.asked.repeated:
-            self._usage.begin(call.bill.number)
+            self._usage.note_beginning(call.bill.number)
 
     def settle(self, call: Call) -> None:
         """Record what a call used, and which revision answered it.
