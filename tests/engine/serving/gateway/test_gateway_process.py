@@ -32,7 +32,8 @@ def started(root: Path, port: int, step_s: float = 0.0, *shared: str) -> subproc
     path = os.pathsep.join([str(ROOT), *sys.path])
     command = [sys.executable, str(PROGRAM), str(root), str(port), str(step_s), *shared]
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
-    deadline = time.monotonic() + 60
+    # Its imports take a minute where other services start at the same time.
+    deadline = time.monotonic() + 300
     try:
         while True:
             try:
