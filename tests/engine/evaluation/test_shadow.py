@@ -302,7 +302,8 @@ def test_with_nothing_saved_up_it_asks_for_a_part_of_the_time(shadow: Shadow) ->
 
 def test_no_more_is_asked_than_can_be_scored(shadow: Shadow, scorer: NotedScorer) -> None:
     engine, scorer.places = HeldEngine(), 2
-    for number in range(10, 60):
+    # As many as are asked together, and those two.
+    for number in range(10, 10 + int((TOGETHER + 2) / SHARE)):
         shadow.take(engine.question(copy_of(number)))
     assert eventually(lambda: len(engine.asked) == 2)
     time.sleep(3 * EVERY_S)
