@@ -13,9 +13,6 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 LEAST_ROWS = 4
-# One batched product is cheaper than a product for each expert while weights are small and padding is low.
-SMALL_WEIGHT = 2**16
-PADDING = 4
 
 
 @dataclass(frozen=True)
@@ -23,13 +20,12 @@ class ExpertGroups:
     """Pairs sorted by expert.
 
     `gather` (N): the pair of each row (any, for padding). `place` (P): each pair's row. `ends` (E): the end
-    of each expert's rows, None when all experts have equally many. `experts` (P): each pair's expert. `each`:
-    the pairs of a token (K).
+    of each expert's rows. `experts` (P): each pair's expert. `each`: the pairs of a token (K).
     """
 
     gather: Tensor
     place: Tensor
-    ends: Tensor | None
+    ends: Tensor
     experts: Tensor
     each: int
 
@@ -40,32 +36,23 @@ class ExpertGroups:
         dtype; their strides must be multiples of 16 bytes.
         """
         source = self.gather if len(rows) == len(self.place) else self.gather // self.each
-        x_ND, weight_EDO = rows.index_select(0, source), weight_EOD.transpose(1, 2)
-        if self.ends is None:
-            y_NO = torch.bmm(x_ND.view(len(weight_EDO), -1, x_ND.shape[1]), weight_EDO).flatten(0, 1)
-        else:
-            y_NO = grouped_mm(x_ND, weight_EDO, offs=self.ends)
+        y_NO = grouped_mm(rows.index_select(0, source), weight_EOD.transpose(1, 2), offs=self.ends)
         y_PO = y_NO.index_select(0, self.place)
         if bias_EO is not None:
             y_PO += bias_EO[self.experts].to(y_PO.dtype)
         return y_PO
 
 
-def group(experts_TK: Tensor, weight_EOD: Tensor) -> ExpertGroups:
-    """Sort a step's pairs by expert, for products with weights of this shape."""
-    count, elements = len(weight_EOD), weight_EOD[0].numel()
+def group(experts_TK: Tensor, count: int) -> ExpertGroups:
+    """Sort a step's pairs by expert, of `count` experts."""
     experts = experts_TK.flatten()
     counts = torch.bincount(experts, minlength=count)
-    most = max(LEAST_ROWS, int(counts.max()))
-    alike = elements <= SMALL_WEIGHT and count * most <= max(PADDING * len(experts), count * LEAST_ROWS)
-    rows = (
-        torch.full_like(counts, most) if alike else torch.where(counts > 0, counts.clamp(min=LEAST_ROWS), 0)
-    )
+    rows = torch.where(counts > 0, counts.clamp(min=LEAST_ROWS), 0)
     ends = rows.cumsum(0)
     order = experts.argsort(stable=True)
     # A sorted pair's rank within its expert, plus the rows of the experts before it.
     shift = (ends - rows) - (counts.cumsum(0) - counts)
     position = torch.arange(len(order)) + shift[experts[order]]
     place = torch.empty_like(order).index_copy_(0, order, position)
-    gather = order.new_zeros(count * most if alike else int(ends[-1])).index_copy_(0, position, order)
-    return ExpertGroups(gather, place, None if alike else ends.int(), experts, experts_TK.shape[1])
+    gather = order.new_zeros(int(ends[-1])).index_copy_(0, position, order)
+    return ExpertGroups(gather, place, ends.int(), experts, experts_TK.shape[1])

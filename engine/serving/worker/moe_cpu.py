@@ -159,7 +159,7 @@ class _AddLoRA(LoRAExpertsMixin):
         activation: MoEActivation,
     ) -> Tensor:
         """Return (L, H) in x's dtype: the weighted sum over each token's experts."""
-        groups, plan = routed.group(ids_LK, self.w13_EOH), lora.RoutingPlan(None, slots_L, ids_LK)
+        groups, plan = routed.group(ids_LK, len(self.w13_EOH)), lora.RoutingPlan(None, slots_L, ids_LK)
         y_PO = groups.product(x_LH, self.w13_EOH, self.w1_bias)
         self._add_gate_up(y_PO, x_LH, context.gate_up, plan, activation)
         inner_PJ = y_PO.new_empty(len(y_PO), y_PO.shape[1] // 2)
