@@ -43,7 +43,6 @@ from tests.helpers.haproxy import balanced
 from tests.helpers.live import free_port, start_reaped, stop_reaped
 from tests.helpers.postgres import fresh_database, postgres
 
-BASE = "tiny-dense"
 START_S = 300.0
 BUCKET = "scale"
 # Where the older version's tree is put, beside the machines' directories.
@@ -187,8 +186,8 @@ class Cluster:
 
     def publish(self, policy: str, count: int, champion: bool = True) -> list[str]:
         """Publish fresh revisions of a policy and return their served names; the first is its champion."""
-        shape = _served.SHAPES[BASE]
         params = self.controller.params
+        shape = shape_of(params)
         # No two policies have the same bytes.
         first = next(self.numbers)
         with closing(
@@ -319,7 +318,7 @@ def cluster(given: Params, beside: Path, is_old: bool = False) -> Iterator[Clust
         controller = Host("controller", home, ("-m", "engine.controller"), variables)
         engines = []
         for number, bucket in enumerate(buckets[:2], 1):
-            shape = _served.SHAPES[BASE]
+            shape = shape_of(given)
             sections = shared | {
                 "controller": {"at": f"http://127.0.0.1:{port}"},
                 "engine": {
@@ -347,6 +346,11 @@ def cluster(given: Params, beside: Path, is_old: bool = False) -> Iterator[Clust
         url = stack.enter_context(balanced(home, [host.url for host in engines], root))
         first, second = engines
         yield Cluster((first, second), controller, key, url, base, buckets, address, postmaster, stack)
+
+
+def shape_of(params: Params) -> _served.Shape:
+    """Return how the base is served here; tests give tiny-dense as a directory."""
+    return _served.SHAPES.get(params.base.name, _served.SHAPES["tiny-dense"])
 
 
 def settings_of(root: Path, given: Params, sections: Mapping[str, Any]) -> Params:

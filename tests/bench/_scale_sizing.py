@@ -1,10 +1,11 @@
 """Two engines behind HAProxy beside a simulation that is fitted to one engine: how far the simulation is off.
 
-Each engine has one core, which clients and HAProxy use too. So each is measured by itself while the other
-does the same, and the survivor of a kill once more. Each repeat has a fit before what it is compared with:
-requests a second in a closed loop, p50 and p95 to the first token at 40% and 70% of that, and at 40% with one
-engine dead. What counts is the median of the repeats' differences. The share of cold requests, where the host
-tiers hold few of the policies, is measured once.
+Each engine has one core, which clients, HAProxy and gateways use too, and for which nobody waits in the
+simulation. So the base is one whose steps cost much more than that. Each engine is measured by itself while
+the other does the same, and the survivor of a kill once more. Each repeat has a fit before what it is
+compared with: requests a second in a closed loop, p50 and p95 to the first token at 40% and 70% of that, and
+at 40% with one engine dead. What counts is the median of the repeats' differences. The share of cold
+requests, where the host tiers hold few of the policies, is measured once.
 """
 
 import json
@@ -21,7 +22,7 @@ from typing import Any
 import httpx
 import numpy as np
 import psutil
-from _scale_cluster import START_S, Cluster, Host, wait_for
+from _scale_cluster import START_S, Cluster, Host, cluster, wait_for
 from _traffic import Answer, Ask, Client, Server, arrivals, prompt
 
 from engine.planning.fleet.assumptions import EngineModel, Scenario, StoreModel
@@ -29,13 +30,15 @@ from engine.planning.fleet.engine_process import SimulatedEngine, SimulatedReque
 from engine.planning.fleet.fit import COLD_LOAD, LOADS, LoadSize, MeasuredLoad, closed_loop, fitted, simulated
 from engine.planning.fleet.placement import Ring
 from engine.planning.fleet.simulation import popularity, simpy_module, simulate
+from engine.settings.params import BaseConfig, Params
 from tasks.fleet_plan import read_models
 
-PROMPT, TOKENS = 192, 8
+BASE, PROMPT, TOKENS = "smollm2-135m", 8, 8
 # Half of the warm ones live on each engine, and one host tier holds all of them; of the others it holds few.
 WARM, COLD, HOST, ZIPF = 16, 72, 18, 0.6
 UNDER_WAY, SATURATED, SIMULATED = 48, 288, 2400
-SECONDS, SIMULATED_S = 5.0, 120.0
+# Of a simulation only what comes once an engine has ended counts; its first seconds are not measured here.
+SECONDS, SIMULATED_S = 40.0, 600.0
 # Short requests of a closed loop show the share of cold ones; those before the lead fill the host tiers.
 COLD_UNDER_WAY, COLD_LEAD, COLD_ASKED, COLD_PROMPT, COLD_TOKENS, PLACEMENTS = 8, 200, 600, 16, 2, 6
 RATES = {"at40": 0.4, "at70": 0.7}
@@ -45,16 +48,18 @@ DIRECT = "direct"
 Models = tuple[EngineModel, StoreModel]
 
 
-def sizing(cluster: Cluster, repeats: int, folder: Path) -> dict[str, list[float]]:
+def sizing(given: Params, repeats: int, folder: Path) -> dict[str, list[float]]:
     """Return each figure as measured and simulated, and `plan_off`, the largest difference as a share.
 
-    The fits are written to `folder`, as `graftwork plan engines --calibrate` takes them.
+    It starts a cluster of its own. The fits are written to `folder`, as `graftwork plan engines --calibrate`
+    takes them.
     """
+    given = given.model_copy(update={"base": BaseConfig(name=BASE)})
     names = [f"sized-{number}" for number in range(2 * WARM + COLD)]
-    revisions = [cluster.publish(name, 1)[0] for name in names]
-    few_in_the_host_tier(cluster, revisions[0])
-    with Client() as one, Client() as two:
-        return Sizing(cluster, (one, two), names, folder).measure(repeats)
+    with cluster(given, folder) as site, Client() as one, Client() as two:
+        revisions = [site.publish(name, 1)[0] for name in names]
+        few_in_the_host_tier(site, revisions[0])
+        return Sizing(site, (one, two), names, folder).measure(repeats)
 
 
 def few_in_the_host_tier(cluster: Cluster, revision: str) -> None:
@@ -73,6 +78,8 @@ def few_in_the_host_tier(cluster: Cluster, revision: str) -> None:
         for process in (root, *root.children(recursive=True)):
             for thread in process.threads():
                 os.sched_setaffinity(thread.id, {core})
+    # HAProxy sends to an engine after its second good check.
+    time.sleep(2)
 
 
 class Sizing:
@@ -90,10 +97,11 @@ class Sizing:
 
     def measure(self, repeats: int) -> dict[str, list[float]]:
         servers = [Server(host.url, self.cluster.key) for host in self.cluster.engines]
-        for _ in range(repeats):
+        for number in range(repeats):
             self._loads(servers, BOTH)
             self._add("requests_per_s", self._saturation())
             self.rates.append(self.measured["requests_per_s"][-1])
+            print(f"  {number + 1} of {repeats}: {self.rates[-1]:.1f} requests a second", flush=True)
             self._add_waits(DIRECT, self._arrive(RATES["at40"] * self.rates[-1], servers))
             for name, share in RATES.items():
                 self._add_waits(name, self._arrive(share * self.rates[-1]))

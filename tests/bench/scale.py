@@ -13,8 +13,9 @@ one's. `observations_lost` are whole answers of both engines that the ledger doe
 latest that can be. `backup_lost` is what a backup under load lacks once it is restored elsewhere.
 `throughput_share` is tokens a second behind HAProxy over those of the same engines asked directly, in turns.
 `failover_share` is the controller's failover over its lease and its start. `plan_off` is how far the figures
-of `graftwork plan engines`, fitted to one engine, are off those of two. The default takes one scenario after
-another until its time is over, all but the last, `sizing`; `--long` takes all, each in its long form.
+of `graftwork plan engines`, fitted to one engine, are off those of two, on `smollm2-135m`. The default takes
+one scenario after another until its time is over, all but the last, `sizing`, which takes twelve minutes;
+`--long` takes all, each in its long form.
 """
 
 import time
@@ -80,13 +81,12 @@ def scenarios(site: Cluster, crowd: Crowd, repeats: int, is_long: bool) -> dict[
         "throughput": lambda: throughput(site, 2 * repeats),
         # It leaves one engine.
         "sigterm": lambda: sigterm(site, crowd),
-        "sizing": lambda: sizing(site, 2 * repeats, site.controller.params.paths.root.parents[1]),
     }
 
 
-NAMES = (
-    "upgrade", "releases", "rollback", "kills", "rollouts", "failover", "throughput", "sigterm", "sizing",
-)  # fmt: skip
+# The last one has two engines of its own.
+SIZING = "sizing"
+NAMES = ("upgrade", "releases", "rollback", "kills", "rollouts", "failover", "throughput", "sigterm", SIZING)
 
 
 def releases(site: Cluster, crowd: Crowd, repeats: int, is_long: bool) -> Found:
@@ -134,18 +134,16 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=NAMES)
     parser.add_argument("--repeats", type=int, help="promotions, and rollbacks of each kind")
     given = parser.parse_args()
-    # Its parts take five minutes, starts of services included, where nothing else runs.
-    run = Run("scale", given.long, minutes=6.0)
-    repeats = given.repeats or (3 if run.is_long else 1)
+    only = given.only or (NAMES if given.long else NAMES[:-1])
+    # Five minutes without the sizing, starts of services included, where nothing else runs.
+    run = Run("scale", given.long, minutes=20.0 if SIZING in only else 6.0)
+    params, repeats = load_params(given.params), given.repeats or (3 if run.is_long else 1)
     given.out.mkdir(parents=True, exist_ok=True)
     figures, failed = record.Figures(), list[str]()
-    # In their order: the upgrade is first.
-    only = given.only or (NAMES if run.is_long else NAMES[:-1])
-    names = [name for name in NAMES if name in only]
-    if is_old := "upgrade" in names:
-        older_commit()
-    with cluster(load_params(given.params), given.out, is_old) as site, Crowd(site.key) as crowd:
-        known = scenarios(site, crowd, repeats, run.is_long)
+
+    def take_all(known: Mapping[str, Callable[[], Found]], at_end: Callable[[], object]) -> bool:
+        """Take the figures of these scenarios; return whether none was cut off."""
+        names = list(known)
 
         def one(number: int) -> None:
             name = names[number]
@@ -158,12 +156,22 @@ def main() -> None:
                 print(f"  {name} failed: {error}", flush=True)
                 failed.append(name)
             finally:
-                crowd.stop()
+                at_end()
 
-        taken = run.repeats("scenario", one, most=len(names))
-        # What a scenario leaves that was cut off says nothing: an engine may be dead, and its events with it.
-        if len(taken) == len(names) and crowd.asked:
-            take(figures, observations(site, crowd))
+        return len(run.repeats("scenario", one, most=len(names))) == len(names)
+
+    # In their order: the upgrade is first.
+    if names := [name for name in NAMES if name in only and name != SIZING]:
+        if is_old := "upgrade" in names:
+            older_commit()
+        with cluster(params, given.out, is_old) as site, Crowd(site.key) as crowd:
+            known = scenarios(site, crowd, repeats, run.is_long)
+            is_whole = take_all({name: known[name] for name in names}, crowd.stop)
+            # What is cut off leaves nothing that counts: an engine may be dead, and its events with it.
+            if is_whole and crowd.asked:
+                take(figures, observations(site, crowd))
+    if SIZING in only:
+        take_all({SIZING: lambda: sizing(params, 2 * repeats, given.out)}, lambda: None)
     if failed:
         record.show(f"without {', '.join(failed)}", figures, BOUNDS)
     record.report(run, figures, BOUNDS, not failed, given.out)
