@@ -11,7 +11,7 @@ from engine.catalog.opening import open_catalog
 from engine.clients.engine import EngineClient
 from engine.errors import ConfigError, ServiceError
 from engine.planning.fleet.assumptions import EngineModel
-from engine.planning.fleet.fit import COLD_LOAD, LOADS, LoadSize, MeasuredLoad, fitted
+from engine.planning.fleet.fit import COLD_LOAD, LOADS, LoadSize, MeasuredLoad, answers_of, fitted
 from engine.planning.memory import BATCHED_TOKENS
 from engine.settings.params import Params
 from tasks.fleet_plan import refuse_unless_writable
@@ -45,13 +45,14 @@ def measure(params: Params, prompt: int, answer: int, file: Path) -> dict[str, A
         def load(size: LoadSize, some: list[str]) -> MeasuredLoad:
             size = size._replace(policies=min(size.policies, len(some)))
 
-            def timed(number: int) -> tuple[float, float]:
+            def timed(number: int, tokens: int) -> tuple[float, float]:
                 # Random tokens, which no cache of prefixes knows.
-                tokens = random.choices(TOKENS, k=prompt)
-                return client.timed(some[number % size.policies], tokens, answer)
+                ids = random.choices(TOKENS, k=prompt)
+                return client.timed(some[number % size.policies], ids, tokens)
 
             with ThreadPoolExecutor(size.under_way) as pool:
-                waits, rests = zip(*pool.map(timed, range(size.requests)), strict=True)
+                times = list(pool.map(timed, range(size.requests), answers_of(size, answer)))
+            waits, rests = zip(*times[size.under_way :], strict=True)
             if not any(rests):
                 raise ServiceError("The engine sends each answer in one piece. Give a longer --answer.")
             return MeasuredLoad(size, mean(waits), mean(rests))

@@ -27,7 +27,16 @@ from _traffic import Answer, Ask, Client, Server, arrivals, prompt
 
 from engine.planning.fleet.assumptions import EngineModel, Scenario, StoreModel
 from engine.planning.fleet.engine_process import SimulatedEngine, SimulatedRequest
-from engine.planning.fleet.fit import COLD_LOAD, LOADS, LoadSize, MeasuredLoad, closed_loop, fitted, simulated
+from engine.planning.fleet.fit import (
+    COLD_LOAD,
+    LOADS,
+    LoadSize,
+    MeasuredLoad,
+    answers_of,
+    closed_loop,
+    fitted,
+    simulated,
+)
 from engine.planning.fleet.placement import Ring
 from engine.planning.fleet.simulation import popularity, simpy_module, simulate
 from engine.settings.params import BaseConfig, Params
@@ -132,8 +141,15 @@ class Sizing:
         pairs = zip(mine[: WARM // 2], others[: WARM // 2], strict=True)
         return [name for pair in pairs for name in pair]
 
-    def _one(self, policy: str, at: float = 0.0) -> Ask:
-        return Ask(at, policy, prompt(self.chance, PROMPT), TOKENS)
+    def _one(self, policy: str, at: float = 0.0, tokens: int = TOKENS) -> Ask:
+        return Ask(at, policy, prompt(self.chance, PROMPT), tokens)
+
+    def _closed_loop(self, size: LoadSize, names: Sequence[str]) -> list[Ask]:
+        """Return a closed loop's requests, of these policies by turns."""
+        tokens = answers_of(size, TOKENS)
+        return [
+            self._one(names[number % size.policies], tokens=answer) for number, answer in enumerate(tokens)
+        ]
 
     def _ask(
         self, servers: Sequence[Server], plans: Sequence[Sequence[Ask]], under_way: int = 0
@@ -150,18 +166,18 @@ class Sizing:
         # The cold load evicts what the others need, so all of that is asked for in between.
         for size in (COLD_LOAD, LoadSize(4, WARM, WARM), *LOADS):
             names = self.cold if size == COLD_LOAD else self.warm
-            plan = [self._one(names[number % size.policies]) for number in range(size.requests)]
-            answers = [
-                one for each in self._ask(servers, [plan] * len(servers), size.under_way) for one in each
-            ]
+            plans = [self._closed_loop(size, names)] * len(servers)
+            told = self._ask(servers, plans, size.under_way)
+            answers = [one for each in told for one in each[size.under_way :]]
             wait_s = statistics.mean(one.first - one.sent for one in answers)
             found.append(MeasuredLoad(size, wait_s, statistics.mean(one.done - one.first for one in answers)))
         self.loads[name].append([found[0], *found[2:]])
 
     def _saturation(self) -> float:
         """Return the requests a second of both engines behind HAProxy, in a closed loop."""
-        plan = [self._one(self.warm[number % WARM]) for number in range(SATURATED // 2)]
-        told = self._ask([self.balanced] * 2, [plan, plan[::-1]], UNDER_WAY // 2)
+        size = LoadSize(UNDER_WAY // 2, WARM, SATURATED // 2)
+        plans = [self._closed_loop(size, self.warm), self._closed_loop(size, self.warm[::-1])]
+        told = self._ask([self.balanced] * 2, plans, size.under_way)
         return between([one.done for each in told for one in each])
 
     def _arrive(self, rate: float, servers: Sequence[Server] = ()) -> list[Answer]:
@@ -247,7 +263,7 @@ class Homes(Ring):
 
 
 def two_engines(
-    models: Models, ring: Ring, under_way: int, policies: Iterable[int], warm: int = 0
+    models: Models, ring: Ring, under_way: int, requests: Iterable[tuple[int, int]], warm: int = 0
 ) -> list[SimulatedRequest]:
     """Return the requests of a closed loop at two simulated engines, each with the first adapters loaded."""
     env, chance = simpy_module().Environment(), np.random.default_rng(0)
@@ -258,22 +274,24 @@ def two_engines(
     def take(request: SimulatedRequest) -> None:
         engines[ring.choose(request.policy, [one.load for one in engines], [True] * 2)].take(request)
 
-    return closed_loop(env, take, under_way, policies)
+    return closed_loop(env, take, under_way, requests)
 
 
 def saturated(models: Models, ring: Ring) -> float:
     """Return the requests a second of two simulated engines with `UNDER_WAY` requests under way."""
-    policies = (number % WARM for number in range(SIMULATED))
-    return between([one.done for one in two_engines(models, ring, UNDER_WAY, policies, WARM)])
+    tokens = answers_of(LoadSize(UNDER_WAY, WARM, SIMULATED), TOKENS)
+    requests = [(number % WARM, answer) for number, answer in enumerate(tokens)]
+    return between([one.done for one in two_engines(models, ring, UNDER_WAY, requests, WARM)])
 
 
 def cold_share(models: Models, seed: int) -> float:
     """Return the share of cold requests with one placement of the policies."""
     (model, store), chance = models, np.random.default_rng(seed)
-    short = replace(model, prompt=COLD_PROMPT, answer=COLD_TOKENS)
+    short = replace(model, prompt=COLD_PROMPT)
     places = chance.permutation(COLD)
     policies = places[chance.choice(COLD, COLD_LEAD + COLD_ASKED, p=popularity(COLD, ZIPF))].tolist()
-    asked = two_engines((short, store), Ring(COLD, 2), COLD_UNDER_WAY, policies)
+    requests = [(policy, COLD_TOKENS) for policy in policies]
+    asked = two_engines((short, store), Ring(COLD, 2), COLD_UNDER_WAY, requests)
     return statistics.mean(one.cold for one in asked[COLD_LEAD:])
 
 

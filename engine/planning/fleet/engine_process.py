@@ -14,11 +14,12 @@ from engine.planning.fleet.assumptions import EngineModel, StoreModel
 class SimulatedRequest:
     """One request; times in seconds of the simulation, negative until they are known.
 
-    `then` is called when it is done.
+    `answer`: the tokens of its answer, 0 for the model's. `then` is called when it is done.
     """
 
     policy: int
     at: float
+    answer: int = 0
     burst: bool = False
     cold: bool = False
     first: float = -1.0
@@ -132,7 +133,7 @@ class SimulatedEngine:
                 yield self._idle
             if self.is_dead:
                 return
-            fresh, tokens = self._start(number + model.answer)
+            fresh, tokens = self._start(number)
             # Rows that were there before compute one token each.
             tokens += self._running - len(fresh)
             took = model.step_s + model.token_s * tokens + model.adapter_s * len(self._adapters)
@@ -150,7 +151,7 @@ class SimulatedEngine:
                 request.first = self.env.now
             self._finish(self._ends.pop(number, []))
 
-    def _start(self, end: int) -> tuple[list[SimulatedRequest], int]:
+    def _start(self, number: int) -> tuple[list[SimulatedRequest], int]:
         """Start waiting requests that fit into the next step; return them and their prompts' tokens.
 
         A prompt that does not fit is computed in parts; its request starts with the last one.
@@ -168,8 +169,7 @@ class SimulatedEngine:
             fresh.append(request)
             self._running += 1
             self._adapters[request.policy] += 1
-        if fresh:
-            self._ends[end] = fresh
+            self._ends.setdefault(number + (request.answer or model.answer), []).append(request)
         return fresh, tokens
 
     def _finish(self, ended: list[SimulatedRequest]) -> None:

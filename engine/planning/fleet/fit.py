@@ -30,9 +30,22 @@ LOADS = (LoadSize(1, 1, 16), LoadSize(8, 1, 32), LoadSize(8, 8, 32), LoadSize(24
 COLD_LOAD = LoadSize(2, 24, 24)
 
 
+def answers_of(size: LoadSize, answer: int) -> list[int]:
+    """Return the tokens of each answer of a closed loop, of which the first differ and are not measured.
+
+    Otherwise all that are under way would begin in one step and end in another, again and again. Users'
+    requests come one by one, and their prompts meet answers of others in a step. Cold ones begin together:
+    what two loads take of a step shows better than what one takes.
+    """
+    if size == COLD_LOAD:
+        return [answer] * size.requests
+    first = [1 + number * answer // size.under_way for number in range(size.under_way)]
+    return first + [answer] * (size.requests - size.under_way)
+
+
 @dataclass(frozen=True)
 class MeasuredLoad:
-    """Mean seconds to the first token, and from there to the last, of a closed loop."""
+    """Mean seconds to the first token, and from there to the last, of what a closed loop measures."""
 
     size: LoadSize
     wait_s: float
@@ -40,14 +53,15 @@ class MeasuredLoad:
 
 
 def closed_loop(
-    env: Any, take: Callable[[SimulatedRequest], None], under_way: int, policies: Iterable[int]
+    env: Any, take: Callable[[SimulatedRequest], None], under_way: int, requests: Iterable[tuple[int, int]]
 ) -> list[SimulatedRequest]:
-    """Ask for these policies, `under_way` at once; return the requests when all are done."""
-    left, asked = iter(policies), list[SimulatedRequest]()
+    """Make requests of these policies and tokens, `under_way` at once; return them when all are done."""
+    left, asked = iter(requests), list[SimulatedRequest]()
 
     def begin() -> None:
-        if (policy := next(left, None)) is not None:
-            asked.append(request := SimulatedRequest(policy, env.now, then=begin))
+        if (one := next(left, None)) is not None:
+            policy, answer = one
+            asked.append(request := SimulatedRequest(policy, env.now, answer, then=begin))
             take(request)
 
     for _ in range(under_way):
@@ -62,10 +76,12 @@ def simulated(size: LoadSize, model: EngineModel, store: StoreModel) -> Measured
     engine = SimulatedEngine(env, model, store, size.requests, np.random.default_rng(0), lambda _: None)
     if size != COLD_LOAD:
         engine.tier.update(dict.fromkeys(range(size.policies)))
-    policies = (number % size.policies for number in range(size.requests))
-    asked = closed_loop(env, engine.take, size.under_way, policies)
+    requests = [
+        (number % size.policies, answer) for number, answer in enumerate(answers_of(size, model.answer))
+    ]
+    some = closed_loop(env, engine.take, size.under_way, requests)[size.under_way :]
     return MeasuredLoad(
-        size, mean(one.first - one.at for one in asked), mean(one.done - one.first for one in asked)
+        size, mean(one.first - one.at for one in some), mean(one.done - one.first for one in some)
     )
 
 

@@ -1,11 +1,15 @@
 """The fit of one engine's times: what is put into a simulated engine comes out of how it answers loads."""
 
+from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from engine.planning.fleet.assumptions import EngineModel, StoreModel
-from engine.planning.fleet.fit import COLD_LOAD, LOADS, fitted, simulated
+from engine.planning.fleet.engine_process import SimulatedEngine
+from engine.planning.fleet.fit import COLD_LOAD, LOADS, LoadSize, answers_of, closed_loop, fitted, simulated
+from engine.planning.fleet.simulation import simpy_module
 
 STEPS = EngineModel(
     step_s=0.02, token_s=0.0004, adapter_s=0.003, load_s=0.01, request_s=0.005, prompt=32, answer=16
@@ -53,3 +57,15 @@ def test_the_gateway_takes_one_request_at_a_time() -> None:
     assert simulated(LOADS[0], slow, STORE).wait_s == pytest.approx(0.5 + 0.02 + 32 * 0.0004 + 0.003)
     # Eight under way wait for each other.
     assert simulated(LOADS[1], slow, STORE).wait_s > 3.0
+
+
+@pytest.mark.parametrize(("are_spread", "most"), [(True, 1), (False, 8)])
+def test_what_a_loop_measures_begins_one_by_one(are_spread: bool, most: int) -> None:
+    size = LoadSize(8, 1, 32)
+    answers = answers_of(size, 16) if are_spread else [16] * size.requests
+    env, model = simpy_module().Environment(), replace(STEPS, request_s=0.0)
+    engine = SimulatedEngine(env, model, STORE, 1, np.random.default_rng(0), lambda _: None)
+    engine.tier[0] = None
+    asked = closed_loop(env, engine.take, size.under_way, [(0, answer) for answer in answers])
+    assert [one.answer for one in asked[size.under_way :]] == [16] * 24
+    assert max(Counter(one.first for one in asked[size.under_way :]).values()) == most
