@@ -290,7 +290,8 @@ def cluster(given: Params, beside: Path, is_old: bool = False) -> Iterator[Clust
             stack.callback(bucket.stop)
         os.environ.update(buckets[2].environment)
         S3FileSystem.clear_instance_cache()
-        S3FileSystem().mkdir(BUCKET)
+        # The objects are this process's: an earlier cluster has made it.
+        S3FileSystem().makedirs(BUCKET, exist_ok=True)
         address = stack.enter_context(postgres())
         postgres_url = fresh_database(address)
         folder = Path(parse_qs(urlsplit(address).query)["host"][0])

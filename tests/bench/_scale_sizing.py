@@ -163,9 +163,10 @@ class Sizing:
     def _loads(self, servers: Sequence[Server], name: str) -> None:
         """Take the loads of each of these engines by itself, all at the same time."""
         found = []
-        # The cold load evicts what the others need, so all of that is asked for in between.
+        # The least popular ones are cold even where cold requests were counted before. Their loads evict what
+        # the others need, so all of that is asked for in between.
         for size in (COLD_LOAD, LoadSize(4, WARM, WARM), *LOADS):
-            names = self.cold if size == COLD_LOAD else self.warm
+            names = self.cold[::-1] if size == COLD_LOAD else self.warm
             plans = [self._closed_loop(size, names)] * len(servers)
             told = self._ask(servers, plans, size.under_way)
             answers = [one for each in told for one in each[size.under_way :]]

@@ -14,7 +14,7 @@ latest that can be. `backup_lost` is what a backup under load lacks once it is r
 `throughput_share` is tokens a second behind HAProxy over those of the same engines asked directly, in turns.
 `failover_share` is the controller's failover over its lease and its start. `plan_off` is how far the figures
 of `graftwork plan engines`, fitted to one engine, are off those of two, on `smollm2-135m`. The default takes
-one scenario after another until its time is over, all but the last, `sizing`, which takes twelve minutes;
+one scenario after another until its time is over, all but the last, `sizing`, which takes 13 minutes;
 `--long` takes all, each in its long form.
 """
 

@@ -47,7 +47,7 @@ from engine.settings.params import Params, load_params
 from engine.settings.services import EngineConfig
 
 BASES = ("tiny-dense", "many-moe")
-# Tokens of a prompt and of its answer; a prompt of many-moe reads a gigabyte of experts.
+# Tokens of a prompt and of its answer.
 LENGTHS = {"tiny-dense": (24, 8), "many-moe": (8, 4), "smollm2-135m": (24, 8)}
 STOCK_REPEATS = 3
 # Of written adapters that stay on the disk; older ones are asked for no more.

@@ -1,6 +1,7 @@
 """The measurement of a running engine, on a small server that answers as an engine with known times."""
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -14,12 +15,12 @@ import pytest
 from engine.catalog.catalog import Policy, migrate
 from engine.catalog.opening import whole_catalog
 from engine.errors import ServiceError
-from engine.planning.fleet.fit import COLD_LOAD
+from engine.planning.fleet.fit import COLD_LOAD, LOADS, answers_of
 from engine.settings.params import Params
 from tests.helpers.command_line import graftwork
 from tests.helpers.rows import make_revision
 
-TOKENS, FIRST_S, TOKEN_S, LOAD_S = 4, 0.03, 0.01, 0.1
+TOKENS, STEP_S, LOAD_S = 4, 0.02, 0.1
 POLICIES, BASE = 40, "b" * 64
 
 
@@ -52,9 +53,10 @@ class TimedEngine(BaseHTTPRequestHandler):
                 self.wfile.write(b"0\r\n\r\n")
             self.close_connection = not self.says
             return
-        time.sleep(FIRST_S)
+        # A step begins every `STEP_S`, whoever asks, and has a token for each request that came before.
+        begins = math.ceil(time.monotonic() / STEP_S) * STEP_S
         for number in range(body["max_tokens"]):
-            time.sleep(TOKEN_S if number else 0)
+            time.sleep(max(0.0, begins + (number + 1) * STEP_S - time.monotonic()))
             self._piece(b'data: {"choices": []}\n\n')
         self._piece(b"data: [DONE]\n\n")
         self.wfile.write(b"0\r\n\r\n")
@@ -112,11 +114,15 @@ def test_a_running_engines_times_are_written_for_calibrate(params: Path) -> None
     # What a request alone takes for a token, of which noise moves parts between the three. A busy machine
     # sleeps longer.
     alone_s = found["step_s"] + found["adapter_s"] + found["token_s"]
-    assert 0.5 * TOKEN_S < alone_s < 10 * TOKEN_S
+    assert 0.5 * STEP_S < alone_s < 10 * STEP_S
     assert 0.5 * LOAD_S < found["fetch_s"] < 10 * LOAD_S
     assert {len(body["prompt"]) for body in TimedEngine.asked} == {20}
     cold = [body["model"] for body in TimedEngine.asked[: COLD_LOAD.requests]]
     assert len(set(cold)) == COLD_LOAD.requests
+    # Those of the last load that begin it are spread over the steps.
+    last = [body["max_tokens"] for body in TimedEngine.asked[-LOADS[-1].requests :]]
+    assert sorted(last) == sorted(answers_of(LOADS[-1], TOKENS))
+    assert set(last) == {1, 2, 3, 4}
     few = ["--policies", "50", "--rate", "5", "--seconds", "10", "--host", "50"]
     assert "(20 tokens in, 4 out)" in graftwork(*given, *few, "--calibrate", str(file)).stdout
 

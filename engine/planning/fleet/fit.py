@@ -31,10 +31,10 @@ COLD_LOAD = LoadSize(2, 24, 24)
 
 
 def answers_of(size: LoadSize, answer: int) -> list[int]:
-    """Return the tokens of each answer of a closed loop, of which the first differ and are not measured.
+    """Return the tokens of each answer of a closed loop; those that begin it are not measured, and differ.
 
     Otherwise all that are under way would begin in one step and end in another, again and again. Users'
-    requests come one by one, and their prompts meet answers of others in a step. Cold ones begin together:
+    requests are spread over the steps: a prompt meets answers of others. Cold requests are all alike, since
     what two loads take of a step shows better than what one takes.
     """
     if size == COLD_LOAD:

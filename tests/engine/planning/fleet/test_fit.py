@@ -59,6 +59,13 @@ def test_the_gateway_takes_one_request_at_a_time() -> None:
     assert simulated(LOADS[1], slow, STORE).wait_s > 3.0
 
 
+def test_the_answers_that_begin_a_loop_are_not_measured() -> None:
+    model = replace(STEPS, request_s=0.0)
+    alone = model.step_s + model.token_s + model.adapter_s
+    # The first one has one token, and no time after it.
+    assert simulated(LOADS[0], model, STORE).rest_s == pytest.approx(15 * alone)
+
+
 @pytest.mark.parametrize(("are_spread", "most"), [(True, 1), (False, 8)])
 def test_what_a_loop_measures_begins_one_by_one(are_spread: bool, most: int) -> None:
     size = LoadSize(8, 1, 32)
