@@ -48,6 +48,8 @@ def _ended(app: Typer, arguments: Sequence[str]) -> CompletedProcess[str]:
         contextlib.redirect_stderr(io.StringIO()) as errors,
         patch.dict(os.environ),
         patch.object(sys, "argv", ["graftwork", *arguments]),
+        # Else, under `python -m pytest`, its name would be that.
+        patch.object(sys.modules["__main__"], "__package__", ""),
         patch.object(sys, "unraisablehook"),
         patch.object(signal, "signal"),
         patch.object(command, "leave", leave),
