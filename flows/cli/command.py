@@ -58,7 +58,6 @@ from tasks.deployments import install
 from tasks.outcome import Adapted, Stages, shortcomings
 from tasks.purge_record import reuse_purged_name
 from tasks.starter import write_starter
-from tasks.stuck_runs import free_stuck, worker_started
 
 AGAIN_S = 0.05
 app = typer.Typer(
@@ -160,6 +159,7 @@ def up(
     """Start the services in the background, install the Prefect deployments, end a dead worker's runs."""
     settings = enter(params, starting=True)
     from flows.display import base_builder, print_addresses, print_service, progress_apart
+    from tasks.stuck_runs import free_stuck, worker_started
 
     every = (*services.RESIDENT, services.WORKER)
     with progress_apart(as_json):

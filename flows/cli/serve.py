@@ -15,7 +15,6 @@ from engine.services import lifecycle as services
 from flows.entry import PARAMS, Json, ParamsFile, enter, print_done
 from tasks.deployments import install
 from tasks.outcome import Stages
-from tasks.stuck_runs import free_stuck
 
 app = typer.Typer()
 SERVE = "Serve elsewhere"
@@ -57,6 +56,8 @@ def start(
     settings = enter(params)
     command, environment = services.foreground(settings, service)
     if service == services.WORKER:
+        from tasks.stuck_runs import free_stuck
+
         typer.echo(f"{install(settings)} deployments and their automations are installed.")
         # An installation has one worker, and this one has claimed nothing yet.
         now = time.time()

@@ -30,8 +30,10 @@ def process(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
 
 
-# What takes longer to import than the help may take.
-LARGE = {"duckdb", "fastapi", "mlflow", "numpy", "prefect", "sqlalchemy", "torch", "transformers", "vllm"}
+# What the help may not wait for.
+LARGE = {
+    "duckdb", "fastapi", "httpx", "mlflow", "numpy", "prefect", "sqlalchemy", "torch", "transformers", "vllm"
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -60,10 +62,14 @@ def core_seconds(*command: str) -> float:
 
 @pytest.mark.long
 def test_help_takes_half_a_second_and_loads_no_large_library() -> None:
-    """On a machine that imports the libraries alone in 0.18 s, as two quiet EPYC cores do; ten times that."""
+    """On a machine that imports the libraries alone in 0.18 s, as two quiet EPYC cores do."""
     libraries = "import typer.main, pydantic, rich.console, rich.panel, psutil, filelock, yaml"
-    scale = core_seconds(sys.executable, "-c", libraries) / 0.18
-    assert core_seconds(sys.executable, "-m", "flows.cli", "--help") < 10 * 0.5 * scale
+    commands = {"help": ("-m", "flows.cli", "--help"), "libraries": ("-c", libraries)}
+    took: dict[str, list[float]] = {name: [] for name in commands}
+    for _ in range(3):
+        for name, words in commands.items():
+            took[name].append(core_seconds(sys.executable, *words))
+    assert min(took["help"]) < 0.5 * min(took["libraries"]) / 0.18
     told = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "flows.cli", "--help"],
         capture_output=True, text=True, cwd=ROOT, timeout=120, check=True,
