@@ -1,66 +1,18 @@
-"""What stands in front of two engines: what it costs, and whether one policy's fault harms the others."""
+"""Whether one policy's fault harms the others, with HAProxy or the router in front of two engines."""
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
-import _record as record
 from _scale_cluster import BUCKET, Cluster
 from _scale_releases import asked_of
-from _scale_users import PROMPTS, Asked, Crowd
-from _traffic import Answer, Ask, Client, Server
+from _scale_users import Asked, Crowd
 from s3fs import S3FileSystem
 
 from tests.helpers.router_process import arguments, routed
 
-POLICIES = 16
-# Requests of a round at each of the two clients, and how many are under way.
-REQUESTS, UNDER_WAY, TOKENS = 120, 12, 32
 FAULT_S, FAULTY_RATE, OTHERS_RATE = 8.0, 10.0, 3.0
-
-
-def throughput(cluster: Cluster, repeats: int) -> dict[str, list[float]]:
-    """Return tokens a second behind HAProxy and directly, in turns."""
-    names = [f"many-{number}" for number in range(POLICIES)]
-    for name in names:
-        cluster.publish(name, 1)
-    direct = [Server(host.url, cluster.key) for host in cluster.engines]
-    sides = {"haproxy": [Server(cluster.url, cluster.key)] * 2, "direct": direct}
-    found: dict[str, list[float]] = {name: [] for name in sides}
-    with Client() as one, Client() as two:
-        for name in sides:
-            speed(sides[name], (one, two), names)
-        for number in range(repeats):
-            for name in record.in_turn(sides, number):
-                found[name].append(speed(sides[name], (one, two), names))
-    shares = [haproxy / each for haproxy, each in zip(found["haproxy"], found["direct"], strict=True)]
-    return {f"tokens_per_s.{name}": values for name, values in found.items()} | {"throughput_share": shares}
-
-
-def speed(servers: Sequence[Server], clients: Sequence[Client], names: Sequence[str]) -> float:
-    """Have each client ask its server for half of the policies; return tokens a second of both."""
-    plans = [
-        [
-            Ask(0.0, mine[number % len(mine)], tuple(PROMPTS[number % len(PROMPTS)]), TOKENS)
-            for number in range(REQUESTS)
-        ]
-        for mine in (names[::2], names[1::2])
-    ]
-    began = time.monotonic()
-    with ThreadPoolExecutor(2) as pool:
-        told = list(
-            pool.map(
-                lambda each: each[0].ask(each[1], each[2], UNDER_WAY),
-                zip(clients, servers, plans, strict=True),
-            )
-        )
-    seconds = time.monotonic() - began
-    answers: list[Answer] = [answer for each in told for answer in each]
-    if wrong := [answer.fault for answer in answers if not answer.is_right]:
-        raise RuntimeError(f"{len(wrong)} requests failed: {wrong[0]}")
-    return sum(len(answer.ids) for answer in answers) / seconds
 
 
 def faults(cluster: Cluster, crowd: Crowd, folder: Path, is_long: bool) -> dict[str, list[float]]:

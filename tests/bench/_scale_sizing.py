@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import _record as record
 import httpx
 import numpy as np
 import psutil
@@ -52,13 +53,15 @@ SECONDS, SIMULATED_S = 40.0, 600.0
 COLD_UNDER_WAY, COLD_LEAD, COLD_ASKED, COLD_PROMPT, COLD_TOKENS, PLACEMENTS = 8, 200, 600, 16, 2, 6
 RATES = {"at40": 0.4, "at70": 0.7}
 BOTH, DOWN = "both", "one_down"
-# At 40% without HAProxy: whether one engine is simulated well. It is no part of `plan_off`.
-DIRECT = "direct"
+# Asked without HAProxy. At 40% it shows whether one engine is simulated well, which is no part of `plan_off`.
+DIRECT, BALANCED = "direct", "balanced"
+# Each repeat's closed loops with HAProxy and without.
+PAIRS = 2
 Models = tuple[EngineModel, StoreModel]
 
 
 def sizing(given: Params, repeats: int, folder: Path) -> dict[str, list[float]]:
-    """Return each figure as measured and simulated, and `plan_off`, the largest difference as a share.
+    """Return the figures as measured and simulated, the largest difference, and what HAProxy costs.
 
     It starts a cluster of its own. The fits are written to `folder`, as `graftwork plan engines --calibrate`
     takes them.
@@ -103,13 +106,14 @@ class Sizing:
         self.loads: dict[str, list[list[MeasuredLoad]]] = {BOTH: [], DOWN: []}
         self.measured: dict[str, list[float]] = {}
         self.rates: list[float] = []
+        self.saturations: dict[str, list[float]] = {BALANCED: [], DIRECT: []}
 
     def measure(self, repeats: int) -> dict[str, list[float]]:
         servers = [Server(host.url, self.cluster.key) for host in self.cluster.engines]
         for number in range(repeats):
             self._loads(servers, BOTH)
-            self._add("requests_per_s", self._saturation())
-            self.rates.append(self.measured["requests_per_s"][-1])
+            self.rates.append(self._saturated(servers))
+            self._add("requests_per_s", self.rates[-1])
             print(f"  {number + 1} of {repeats}: {self.rates[-1]:.1f} requests a second", flush=True)
             self._add_waits(DIRECT, self._arrive(RATES["at40"] * self.rates[-1], servers))
             for name, share in RATES.items():
@@ -174,18 +178,32 @@ class Sizing:
             found.append(MeasuredLoad(size, wait_s, statistics.mean(one.done - one.first for one in answers)))
         self.loads[name].append([found[0], *found[2:]])
 
-    def _saturation(self) -> float:
-        """Return the requests a second of both engines behind HAProxy, in a closed loop."""
-        size = LoadSize(UNDER_WAY // 2, WARM, SATURATED // 2)
-        plans = [self._closed_loop(size, self.warm), self._closed_loop(size, self.warm[::-1])]
-        told = self._ask([self.balanced] * 2, plans, size.under_way)
+    def _saturated(self, servers: Sequence[Server]) -> float:
+        """Return the requests a second of both engines behind HAProxy, in turns with those asked directly."""
+        found: dict[str, list[float]] = {BALANCED: [], DIRECT: []}
+        for number in range(PAIRS):
+            for way in record.in_turn(found, number):
+                found[way].append(self._saturation(servers if way == DIRECT else ()))
+        for way, values in found.items():
+            self.saturations[way] += values
+        return statistics.mean(found[BALANCED])
+
+    def _saturation(self, servers: Sequence[Server] = ()) -> float:
+        """Return the requests a second in a closed loop, of both engines behind HAProxy or of these."""
+        names = self._halves() if servers else [self.warm, self.warm[::-1]]
+        sizes = [LoadSize(UNDER_WAY // 2, len(each), SATURATED // 2) for each in names]
+        plans = [self._closed_loop(size, each) for size, each in zip(sizes, names, strict=True)]
+        told = self._ask(servers or [self.balanced] * 2, plans, UNDER_WAY // 2)
         return between([one.done for each in told for one in each])
+
+    def _halves(self) -> list[list[str]]:
+        """Return the warm policies of each engine."""
+        return [self.warm[::2], self.warm[1::2]]
 
     def _arrive(self, rate: float, servers: Sequence[Server] = ()) -> list[Answer]:
         """Ask warm policies through HAProxy, or half of them each of these engines, as Poisson processes."""
         plans = []
-        for number in range(len(self.clients)):
-            names = self.warm[number::2] if servers else self.warm
+        for names in self._halves() if servers else [self.warm] * 2:
             times = arrivals(self.chance, rate / 2, SECONDS)
             plans.append([self._one(self.chance.choice(names), at) for at in times])
         return [one for each in self._ask(servers or [self.balanced] * 2, plans) for one in each]
@@ -226,7 +244,10 @@ class Sizing:
             print(f"  {name}: simulated {', '.join(f'{one:+.0%}' for one in each)}", flush=True)
             if DIRECT not in name:
                 off.append(abs(statistics.median(each)))
-        return figures | {"plan_off": [max(off)]}
+        pairs = zip(self.saturations[BALANCED], self.saturations[DIRECT], strict=True)
+        shares = [balanced / direct for balanced, direct in pairs]
+        print(f"  behind HAProxy over directly: {', '.join(f'{one:.3f}' for one in shares)}", flush=True)
+        return figures | {"plan_off": [max(off)], "throughput_share": shares}
 
     def _model(self, name: str, loads: Sequence[MeasuredLoad]) -> Models:
         """Fit a repeat's loads, and write the file as `graftwork plan engines --calibrate` takes it."""

@@ -11,11 +11,11 @@ migrated and the controller and both engines of the version before the last chan
 one's. `observations_lost` are whole answers of both engines that the ledger does not have, after all kills.
 `rollback_s` is from the tombstone until the last request was routed to the canary at any engine, at the
 latest that can be. `backup_lost` is what a backup under load lacks once it is restored elsewhere.
-`throughput_share` is tokens a second behind HAProxy over those of the same engines asked directly, in turns.
 `failover_share` is the controller's failover over its lease and its start. `plan_off` is how far the figures
-of `graftwork plan engines`, fitted to one engine, are off those of two, on `smollm2-135m`. The default takes
-one scenario after another until its time is over, all but the last, `sizing`, which takes 13 minutes;
-`--long` takes all, each in its long form.
+of `graftwork plan engines`, fitted to one engine, are off those of two, on `smollm2-135m`; with it comes
+`throughput_share`, requests a second behind HAProxy over those of the same engines asked directly, in turns.
+The default takes one scenario after another until its time is over, all but the last, `sizing`, which takes
+15 minutes; `--long` takes all, each in its long form.
 """
 
 import time
@@ -26,7 +26,7 @@ import httpx
 from _run import Run, options, start
 from _scale_backup import backups
 from _scale_cluster import Cluster, cluster, wait_for
-from _scale_front import faults, throughput
+from _scale_front import faults
 from _scale_kills import ENDS, failover, kills, rollouts, started_s
 from _scale_releases import promotions, rollbacks, unloadable
 from _scale_sizing import sizing
@@ -78,7 +78,6 @@ def scenarios(site: Cluster, crowd: Crowd, repeats: int, is_long: bool) -> dict[
         "kills": lambda: kills(site, crowd, ENDS[: 1 + is_long]),
         "rollouts": lambda: rollouts(site),
         "failover": lambda: failover(site, started_s(site)),
-        "throughput": lambda: throughput(site, 2 * repeats),
         # It leaves one engine.
         "sigterm": lambda: sigterm(site, crowd),
     }
@@ -86,7 +85,7 @@ def scenarios(site: Cluster, crowd: Crowd, repeats: int, is_long: bool) -> dict[
 
 # The last one has two engines of its own.
 SIZING = "sizing"
-NAMES = ("upgrade", "releases", "rollback", "kills", "rollouts", "failover", "throughput", "sigterm", SIZING)
+NAMES = ("upgrade", "releases", "rollback", "kills", "rollouts", "failover", "sigterm", SIZING)
 
 
 def releases(site: Cluster, crowd: Crowd, repeats: int, is_long: bool) -> Found:
