@@ -179,7 +179,7 @@ class Sizing:
         self.loads[name].append([found[0], *found[2:]])
 
     def _saturated(self, servers: Sequence[Server]) -> float:
-        """Return the requests a second of both engines behind HAProxy, in turns with those asked directly."""
+        """Return the mean requests a second behind HAProxy, measured in turns with engines asked directly."""
         found: dict[str, list[float]] = {BALANCED: [], DIRECT: []}
         for number in range(PAIRS):
             for way in record.in_turn(found, number):
