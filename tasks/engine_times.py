@@ -4,7 +4,6 @@ import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from engine.catalog.opening import open_catalog
@@ -55,7 +54,7 @@ def measure(params: Params, prompt: int, answer: int, file: Path) -> dict[str, A
             waits, rests = zip(*times[size.under_way :], strict=True)
             if not any(rests):
                 raise ServiceError("The engine sends each answer in one piece. Give a longer --answer.")
-            return MeasuredLoad(size, mean(waits), mean(rests))
+            return MeasuredLoad.of(size, waits, rests)
 
         cold = [load(COLD_LOAD, absent)] if len(absent) >= COLD_LOAD.policies else []
         load(LOADS[-1], names)

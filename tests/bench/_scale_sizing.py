@@ -2,10 +2,11 @@
 
 Each engine has one core, which clients, HAProxy and gateways use too, and for which nobody waits in the
 simulation. So the base is one whose steps cost much more than that. Each engine is measured by itself while
-the other does the same, and the survivor of a kill once more. Each repeat has a fit before what it is
-compared with: requests a second in a closed loop, p50 and p95 to the first token at 40% and 70% of that, and
-at 40% with one engine dead. What counts is the median of the repeats' differences. The share of cold
-requests, where the host tiers hold few of the policies, is measured once.
+the other does the same, and the survivor of a kill once more. A machine's speed drifts within minutes: the
+fit of each repeat is of loads before and after what it is compared with, requests a second in a closed loop,
+p50 and p95 to the first token at 40% and 70% of that, and at 40% with one engine dead. What counts is the
+median of the repeats' differences. The share of cold requests, where the host tiers hold few of the policies,
+is measured once.
 """
 
 import json
@@ -118,6 +119,7 @@ class Sizing:
             self._add_waits(DIRECT, self._arrive(RATES["at40"] * self.rates[-1], servers))
             for name, share in RATES.items():
                 self._add_waits(name, self._arrive(share * self.rates[-1]))
+        self._loads(servers, BOTH)
         self._add("cold_share", self._cold_share())
         self._one_down()
         return self._compared()
@@ -174,8 +176,8 @@ class Sizing:
             plans = [self._closed_loop(size, names)] * len(servers)
             told = self._ask(servers, plans, size.under_way)
             answers = [one for each in told for one in each[size.under_way :]]
-            wait_s = statistics.mean(one.first - one.sent for one in answers)
-            found.append(MeasuredLoad(size, wait_s, statistics.mean(one.done - one.first for one in answers)))
+            waits = [one.first - one.sent for one in answers]
+            found.append(MeasuredLoad.of(size, waits, [one.done - one.first for one in answers]))
         self.loads[name].append([found[0], *found[2:]])
 
     def _saturated(self, servers: Sequence[Server]) -> float:
@@ -229,12 +231,13 @@ class Sizing:
         for rate in self.rates:
             self._loads([Server(survivor.url, self.cluster.key)], DOWN)
             self._add_waits(DOWN, self._arrive(RATES["at40"] * rate))
+        self._loads([Server(survivor.url, self.cluster.key)], DOWN)
         dead.start(wait=False)
 
     def _compared(self) -> dict[str, list[float]]:
         expected: dict[str, list[float]] = {}
         for number, rate in enumerate(self.rates):
-            both, down = (self._model(name, self.loads[name][number]) for name in (BOTH, DOWN))
+            both, down = (self._model(name, number) for name in (BOTH, DOWN))
             for name, value in simulated_figures(both, down, rate).items():
                 expected.setdefault(name, []).append(value)
         figures, off = dict[str, list[float]](), list[float]()
@@ -249,8 +252,9 @@ class Sizing:
         print(f"  behind HAProxy over directly: {', '.join(f'{one:.3f}' for one in shares)}", flush=True)
         return figures | {"plan_off": [max(off)], "throughput_share": shares}
 
-    def _model(self, name: str, loads: Sequence[MeasuredLoad]) -> Models:
-        """Fit a repeat's loads, and write the file as `graftwork plan engines --calibrate` takes it."""
+    def _model(self, name: str, number: int) -> Models:
+        """Fit the loads around a repeat, and write the file that `plan engines --calibrate` takes."""
+        loads = [*self.loads[name][number], *self.loads[name][number + 1]]
         file = self.folder / f"sizing-{name}.json"
         file.write_text(json.dumps(fitted(loads, EngineModel(prompt=PROMPT, answer=TOKENS)), indent=2) + "\n")
         models = read_models(file)

@@ -16,7 +16,8 @@ class EngineModel:
 
     `rows` and `budget` are the most sequences and tokens of a step (vLLM's `max_num_seqs` and
     `max_num_batched_tokens`). `load_s` is what a cold load takes of the cores that compute steps. Before
-    its first step a request takes `request_s` of the gateway, which has one at a time.
+    its first step a request takes `request_s` of the gateway, which has one at a time. Steps alike in all of
+    that differ by a lognormal factor of mean 1, whose logarithm has the standard deviation `step_spread`.
     """
 
     step_s: float = 0.46
@@ -24,6 +25,7 @@ class EngineModel:
     adapter_s: float = 0.00275
     load_s: float = 0.0154
     request_s: float = 0.0
+    step_spread: float = 0.0
     rows: int = 128
     budget: int = 2048
     prompt: int = 8

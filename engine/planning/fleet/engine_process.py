@@ -141,6 +141,8 @@ class SimulatedEngine:
             loads = min(self._loaded, model.rows)
             self._loaded -= loads
             took += model.load_s * loads
+            if spread := model.step_spread:
+                took *= self._chance.lognormal(-spread * spread / 2, spread)
             yield self.env.timeout(took)
             if self.is_dead:
                 return

@@ -26,6 +26,8 @@ class LoadSize(NamedTuple):
 
 
 LOADS = (LoadSize(1, 1, 16), LoadSize(8, 1, 32), LoadSize(8, 8, 32), LoadSize(24, 8, 72))
+# What is tried for the spread of steps, each with so many random numbers.
+SPREADS, SEEDS = np.arange(0, 0.8, 0.02).tolist(), 8
 # Of policies whose adapters are not loaded; an engine loads for two at once, whoever asks.
 COLD_LOAD = LoadSize(2, 24, 24)
 
@@ -45,11 +47,21 @@ def answers_of(size: LoadSize, answer: int) -> list[int]:
 
 @dataclass(frozen=True)
 class MeasuredLoad:
-    """Mean seconds to the first token, and from there to the last, of what a closed loop measures."""
+    """Mean seconds to the first token, and from there to the last, of what a closed loop measures.
+
+    `tail` is the 95th percentile of those to the first token over their mean.
+    """
 
     size: LoadSize
     wait_s: float
     rest_s: float
+    tail: float
+
+    @classmethod
+    def of(cls, size: LoadSize, waits: Sequence[float], rests: Sequence[float]) -> "MeasuredLoad":
+        """Return what these requests show: the seconds to the first token of each, and those after it."""
+        wait_s = mean(waits)
+        return cls(size, wait_s, mean(rests), float(np.percentile(waits, 95)) / wait_s)
 
 
 def closed_loop(
@@ -70,26 +82,26 @@ def closed_loop(
     return asked
 
 
-def simulated(size: LoadSize, model: EngineModel, store: StoreModel) -> MeasuredLoad:
+def simulated(size: LoadSize, model: EngineModel, store: StoreModel, seed: int = 0) -> MeasuredLoad:
     """Return what one simulated engine makes of a load."""
     env = simpy_module().Environment()
-    engine = SimulatedEngine(env, model, store, size.requests, np.random.default_rng(0), lambda _: None)
+    engine = SimulatedEngine(env, model, store, size.requests, np.random.default_rng(seed), lambda _: None)
     if size != COLD_LOAD:
         engine.tier.update(dict.fromkeys(range(size.policies)))
     requests = [
         (number % size.policies, answer) for number, answer in enumerate(answers_of(size, model.answer))
     ]
     some = closed_loop(env, engine.take, size.under_way, requests)[size.under_way :]
-    return MeasuredLoad(
-        size, mean(one.first - one.at for one in some), mean(one.done - one.first for one in some)
-    )
+    waits, rests = [one.first - one.at for one in some], [one.done - one.first for one in some]
+    return MeasuredLoad.of(size, waits, rests)
 
 
 def fitted(loads: Sequence[MeasuredLoad], shape: EngineModel) -> dict[str, Any]:
     """Return fields of `EngineModel` and `StoreModel` that bring the simulation nearest to these loads.
 
-    Least squares of the logarithms of each load's two times. Without a cold load, `load_s` and `fetch_s` are
-    left out. `shape` has what is not fitted, and comes back with them: rows, budget, prompt and answer.
+    Least squares of the logarithms of each load's two times, then of its tail, which gives `step_spread`
+    alone. Without a cold load, `load_s` and `fetch_s` are left out. `shape` has what is not fitted, and comes
+    back with them: rows, budget, prompt and answer.
     """
     alone = min(loads, key=lambda one: one.size.under_way)
     step_s, shares = alone.rest_s / (shape.answer - 1), (0.1, 0.6)
@@ -106,10 +118,13 @@ def fitted(loads: Sequence[MeasuredLoad], shape: EngineModel) -> dict[str, Any]:
     def times(logs: NDArray[np.float64]) -> dict[str, Any]:
         return dict(zip(names, np.exp(logs).tolist(), strict=True))
 
+    def models(found: dict[str, Any]) -> tuple[EngineModel, StoreModel]:
+        fetch_s = found.get("fetch_s", 0.0)
+        engine = {name: value for name, value in found.items() if name != "fetch_s"}
+        return replace(model, **engine), replace(store, fetch_s=fetch_s)
+
     def off(logs: NDArray[np.float64]) -> list[float]:
-        found = times(logs)
-        fetch = replace(store, fetch_s=found.pop("fetch_s", 0.0))
-        pairs = [(one, simulated(one.size, replace(model, **found), fetch)) for one in loads]
+        pairs = [(one, simulated(one.size, *models(times(logs)))) for one in loads]
         both = [[(got.wait_s, one.wait_s), (got.rest_s, one.rest_s)] for one, got in pairs]
         return [float(np.log(got / wanted)) for each in both for got, wanted in each]
 
@@ -117,5 +132,18 @@ def fitted(loads: Sequence[MeasuredLoad], shape: EngineModel) -> dict[str, Any]:
         least_squares(off, log, bounds=(log - WIDTH, log + WIDTH), diff_step=STEP, max_nfev=30)
         for log in map(np.log, starts)
     ]
+    found = times(min(tried, key=lambda one: one.cost).x)
+    found["step_spread"] = _spread(loads, *models(found))
     given = {name: getattr(shape, name) for name in ("rows", "budget", "prompt", "answer")}
-    return times(min(tried, key=lambda one: one.cost).x) | given
+    return found | given
+
+
+def _spread(loads: Sequence[MeasuredLoad], model: EngineModel, store: StoreModel) -> float:
+    """Return the spread of steps with which simulated tails are nearest to those of these loads."""
+
+    def off(spread: float) -> float:
+        varied = replace(model, step_spread=spread)
+        tails = [[simulated(one.size, varied, store, seed).tail for seed in range(SEEDS)] for one in loads]
+        return sum(mean(np.log(each) - np.log(one.tail)) ** 2 for each, one in zip(tails, loads, strict=True))
+
+    return min(SPREADS, key=off)

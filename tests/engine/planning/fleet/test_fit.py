@@ -24,8 +24,17 @@ def test_the_times_of_a_simulated_engine_are_found_again() -> None:
     for name in ("step_s", "token_s", "adapter_s", "request_s", "load_s"):
         assert found[name] == pytest.approx(getattr(STEPS, name), rel=0.1)
     assert found["fetch_s"] == pytest.approx(STORE.fetch_s, rel=0.1)
+    assert found["step_spread"] == 0
     assert (found["prompt"], found["answer"]) == (32, 16)
     assert (found["rows"], found["budget"]) == (STEPS.rows, STEPS.budget)
+
+
+def test_the_spread_of_steps_is_found_again_and_leaves_the_means() -> None:
+    varied = replace(STEPS, step_spread=0.3)
+    # Of random numbers that the fit does not use; few requests show a spread, so each load is taken thrice.
+    found = fitted([simulated(size, varied, STORE, seed) for size in ALL for seed in (11, 12, 13)], STEPS)
+    assert 0.2 < found["step_spread"] < 0.4
+    assert found["step_s"] == pytest.approx(STEPS.step_s, rel=0.1)
 
 
 def test_an_engine_of_few_rows_is_fitted_with_its_rows() -> None:
