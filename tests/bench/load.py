@@ -6,6 +6,7 @@ At the width of Qwen3-30B-A3B (48 layers, 128 experts, 105.5 MB at rank 1) aroun
 the base's 60 GB are left out, the slot tensors and all code that fills them are real. `packed_s` is one
 call from open to slot ready: bytes in the page cache, checksum verified earlier, slots touched before.
 Stock vLLM loads the same adapter from PEFT's fused layout and from one tensor a projection and expert.
+On a GPU the slots are vLLM's own there, and the copy is one from pinned memory to the device.
 A pair is the median of 5 loads over that of 5 copies, which alternate; pairs go on until `over_floor` is
 decided. `--long` takes rank 8 too, and live engines on many-moe.
 """
@@ -42,6 +43,7 @@ WIDTH = {
     "intermediate_size": 6144,
 }  # fmt: skip
 DTYPE = torch.bfloat16
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Of rank 1. Speed-ups over stock vLLM depend on the machine's memory: the floor's own are beside them.
 BOUNDS = {
     "over_floor": record.at_most(1.4),
@@ -50,6 +52,7 @@ BOUNDS = {
 }
 # As MinT did: so many loads one after another.
 BURSTS = (4, 8, 16)
+PARTS = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
 STOCK_WAYS = ("fused", "per_expert")
 WARM_UPS = 2
 # Loads and copies of a pair, and how many pairs are enough whatever they say, by whether the form is long.
@@ -80,17 +83,18 @@ def layers(config: dict, rank: int, stock: bool, tp: tuple[int, int] = (0, 1)) -
     lora = made.lora_config(slot_count(rank), rank, DTYPE, mixed=True)
     hidden, heads, head = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
     found = {}
-    for i in range(config["num_hidden_layers"]):
-        name = f"model.layers.{i}"
-        found[f"{name}.self_attn.qkv_proj"] = made.qkv(
-            hidden, heads, config["num_key_value_heads"], head, lora, tp
-        )
-        found[f"{name}.self_attn.o_proj"] = made.row(heads * head, hidden, lora, tp)
-        found[f"{name}.mlp.experts"] = (
-            made.experts(config["num_experts"], hidden, config["moe_intermediate_size"], lora, tp)
-            if stock
-            else CpuExperts(config, rank, tp)
-        )
+    with DEVICE:
+        for i in range(config["num_hidden_layers"]):
+            name = f"model.layers.{i}"
+            found[f"{name}.self_attn.qkv_proj"] = made.qkv(
+                hidden, heads, config["num_key_value_heads"], head, lora, tp
+            )
+            found[f"{name}.self_attn.o_proj"] = made.row(heads * head, hidden, lora, tp)
+            found[f"{name}.mlp.experts"] = (
+                made.experts(config["num_experts"], hidden, config["moe_intermediate_size"], lora, tp)
+                if stock or DEVICE.type == "cuda"
+                else CpuExperts(config, rank, tp)
+            )
     return found
 
 
@@ -167,17 +171,20 @@ def put(store: Store, adapter: dict[str, torch.Tensor], config: dict) -> dict:
 def seconds(call: Callable[[], object]) -> float:
     started = time.perf_counter()
     call()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
     return time.perf_counter() - started
 
 
 class Floor:
-    """One memcpy of so many bytes into touched memory."""
+    """One memcpy of so many bytes into touched memory, or on a GPU one copy from pinned memory."""
 
     def __init__(self, length: int):
-        self._from, self._to = (torch.ones(length, dtype=torch.uint8) for _ in range(2))
+        self._from = torch.ones(length, dtype=torch.uint8, pin_memory=DEVICE.type == "cuda")
+        self._to = torch.ones(length, dtype=torch.uint8, device=DEVICE)
 
     def __call__(self) -> None:
-        self._to.copy_(self._from)
+        self._to.copy_(self._from, non_blocking=True)
 
 
 def in_turns(
@@ -213,7 +220,14 @@ def same_slots(ours: Ours, stock: made.StockWorker, ours_at: int, stock_at: int)
     """Compare every tensor of a slot with what stock vLLM's `set_lora` left in its own."""
     for name, layer in stock._adapter_manager.modules.items():
         mine = ours.slots.modules[name]
-        if name.endswith("experts"):
+        if name.endswith("experts") and DEVICE.type == "cuda":
+            both = [getattr(one, f"{part}_stacked") for part in PARTS for one in (mine, layer)]
+            pairs = [
+                (left[ours_at], right[stock_at])
+                for of_mine, of_layer in zip(both[::2], both[1::2], strict=True)
+                for left, right in zip(of_mine, of_layer, strict=True)
+            ]
+        elif name.endswith("experts"):
             pairs = [
                 (mine.gate_up.a_SEMRI[ours_at, :, i], layer.w13_lora_a_stacked[i][stock_at]) for i in (0, 1)
             ]

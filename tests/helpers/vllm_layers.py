@@ -112,7 +112,7 @@ def experts(
         intermediate_size_per_partition=inner // tp[1], moe_parallel_config=parallel,
     )  # fmt: skip
     layer.tp_rank, layer.tp_size = tp
-    layer.device, layer._w13_slices = torch.device("cpu"), 1 if fused else 2
+    layer.device, layer._w13_slices = torch.get_default_device(), 1 if fused else 2
     layer.enable_moe_shared_loras = False
     layer.create_lora_weights(
         config.max_loras, config, SimpleNamespace(architectures=["Qwen3MoeForCausalLM"])
