@@ -20,7 +20,6 @@ class SimulatedRequest:
     policy: int
     at: float
     answer: int = 0
-    burst: bool = False
     cold: bool = False
     first: float = -1.0
     done: float = -1.0
@@ -95,10 +94,6 @@ class SimulatedEngine:
         self._gateway.clear()
         for request in under_way:
             self._lost(request)
-
-    def forget(self) -> None:
-        """Start again with an empty host tier."""
-        self.tier.clear()
 
     def _wake(self) -> None:
         if self._idle is not None:

@@ -47,10 +47,7 @@ def answers_of(size: LoadSize, answer: int) -> list[int]:
 
 @dataclass(frozen=True)
 class MeasuredLoad:
-    """Mean seconds to the first token, and from there to the last, of what a closed loop measures.
-
-    `tail` is the 95th percentile of those to the first token over their mean.
-    """
+    """A loop's mean seconds to the first token and from there to the last; `tail`: p95 over the first."""
 
     size: LoadSize
     wait_s: float
@@ -119,14 +116,13 @@ def fitted(loads: Sequence[MeasuredLoad], shape: EngineModel) -> dict[str, Any]:
         return dict(zip(names, np.exp(logs).tolist(), strict=True))
 
     def models(found: dict[str, Any]) -> tuple[EngineModel, StoreModel]:
-        fetch_s = found.get("fetch_s", 0.0)
         engine = {name: value for name, value in found.items() if name != "fetch_s"}
-        return replace(model, **engine), replace(store, fetch_s=fetch_s)
+        return replace(model, **engine), replace(store, fetch_s=found.get("fetch_s", 0.0))
 
     def off(logs: NDArray[np.float64]) -> list[float]:
         pairs = [(one, simulated(one.size, *models(times(logs)))) for one in loads]
-        both = [[(got.wait_s, one.wait_s), (got.rest_s, one.rest_s)] for one, got in pairs]
-        return [float(np.log(got / wanted)) for each in both for got, wanted in each]
+        shares = [(got.wait_s / one.wait_s, got.rest_s / one.rest_s) for one, got in pairs]
+        return np.log(shares).ravel().tolist()
 
     tried = [
         least_squares(off, log, bounds=(log - WIDTH, log + WIDTH), diff_step=STEP, max_nfev=30)

@@ -22,7 +22,6 @@ class Ring:
         starts = np.searchsorted(places[order], mixed(np.arange(policies, dtype=np.uint64)))
         self._starts = starts % len(order)
         self.first: NDArray[np.int64] | None = (order // POINTS)[self._starts]
-        self._engines = engines
 
     def choose(self, policy: int, load: Sequence[int], is_up: Sequence[bool]) -> int:
         """Return the first engine on the ring that is up and not over its share of the load."""

@@ -37,9 +37,7 @@ def simulate(
     scenario: Scenario, model: EngineModel, store: StoreModel, placement: Placement | None = None
 ) -> FleetOutcome:
     """Run a scenario, with another placement where one is given; the same seed gives the same outcome."""
-    simulation = _Simulation(scenario, model, store)
-    simulation.placement = placement or simulation.placement
-    return simulation.run()
+    return _Simulation(scenario, model, store, placement).run()
 
 
 def popularity(policies: int, zipf: float) -> NDArray[np.float64]:
@@ -49,13 +47,14 @@ def popularity(policies: int, zipf: float) -> NDArray[np.float64]:
 
 
 class _Simulation:
-    def __init__(self, scenario: Scenario, model: EngineModel, store: StoreModel):
+    def __init__(
+        self, scenario: Scenario, model: EngineModel, store: StoreModel, placement: Placement | None
+    ):
         self.scenario, self.model, self.chance = scenario, model, np.random.default_rng(scenario.seed)
         self.env = simpy_module().Environment()
         count = scenario.engines
-        self.placement: Placement = (
-            Ring(scenario.policies, count) if scenario.affinity else Anywhere(self.chance)
-        )
+        own = Ring(scenario.policies, count) if scenario.affinity else Anywhere(self.chance)
+        self.placement = placement or own
         self.engines = [
             SimulatedEngine(self.env, model, store, scenario.host, self.chance, self._again)
             for _ in range(count)
@@ -131,7 +130,7 @@ class _Simulation:
             self.is_up[number] = False
             while engine.load:
                 yield self.env.timeout(POLL_S)
-            engine.forget()
+            engine.tier.clear()
             yield self.env.timeout(self.model.restart_s)
             self.is_up[number] = True
             self.restarted += 1
