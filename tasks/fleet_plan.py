@@ -46,8 +46,9 @@ def read_models(file: Path | None) -> tuple[EngineModel, StoreModel]:
         if not is_number or value < 0 or (known[name] is int and (value != int(value) or value < 1)):
             wanted = "a whole number from 1" if known[name] is int else "a number from 0"
             raise ConfigError(f"{name} in {file} is {value!r}. Give {wanted}.")
-    if given.get("faults", 0) >= 1:
-        raise ConfigError(f"faults in {file} is {given['faults']}. Give a share below 1.")
+    for name in ("faults", "step_spread"):
+        if given.get(name, 0) >= 1:
+            raise ConfigError(f"{name} in {file} is {given[name]}. Give a number below 1.")
     engine = replace(engine, **_of(engine, given))
     if engine.step_s + engine.token_s <= 0:
         raise ConfigError(f"{file}: a step must take time. Give `step_s` or `token_s`.")

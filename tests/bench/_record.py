@@ -109,7 +109,9 @@ def hardware() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     model = models[0] if models else platform.processor()
-    return f"{len(os.sched_getaffinity(0))} cores, {model}"
+    torch = sys.modules.get("torch")
+    gpu = f", {torch.cuda.get_device_name()}" if torch and torch.cuda.is_available() else ""
+    return f"{len(os.sched_getaffinity(0))} cores, {model}{gpu}"
 
 
 def commit() -> str:

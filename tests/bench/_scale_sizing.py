@@ -6,7 +6,7 @@ the other does the same, and the survivor of a kill once more. A machine's speed
 fit of each repeat is of loads before and after what it is compared with, requests a second in a closed loop,
 p50 and p95 to the first token at 40% and 70% of that, and at 40% with one engine dead. What counts is the
 median of the repeats' differences. The share of cold requests, where the host tiers hold few of the policies,
-is measured once.
+is measured once, after the last loads, and compared with the first fit.
 """
 
 import json

@@ -15,7 +15,7 @@ latest that can be. `backup_lost` is what a backup under load lacks once it is r
 of `graftwork plan engines`, fitted to one engine, are off those of two, on `smollm2-135m`; with it comes
 `throughput_share`, requests a second behind HAProxy over those of the same engines asked directly, in turns.
 The default takes one scenario after another until its time is over, all but the last, `sizing`, which takes
-12 minutes; `--long` takes all, each in its long form.
+15 minutes; `--long` takes all, each in its long form.
 """
 
 import time

@@ -110,7 +110,7 @@ def fitted(loads: Sequence[MeasuredLoad], shape: EngineModel) -> dict[str, Any]:
     ]
     if any(one.size == COLD_LOAD for one in loads):
         names, starts = [*names, "load_s", "fetch_s"], [[*one, step_s, alone.wait_s] for one in starts]
-    model, store = replace(shape, load_s=0.0), StoreModel(faults=0.0, spread=0.0)
+    model, store = replace(shape, load_s=0.0, step_spread=0.0), StoreModel(faults=0.0, spread=0.0)
 
     def times(logs: NDArray[np.float64]) -> dict[str, Any]:
         return dict(zip(names, np.exp(logs).tolist(), strict=True))

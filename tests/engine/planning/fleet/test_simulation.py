@@ -223,7 +223,8 @@ def test_a_file_replaces_the_models_times(tmp_path: Path) -> None:
         ('{"rows": 0}', "whole number from 1"),
         ('{"rows": 1.5}', "whole number from 1"),
         ('{"rows": true}', "whole number from 1"),
-        ('{"faults": 1}', "share below 1"),
+        ('{"faults": 1}', "faults in .* number below 1"),
+        ('{"step_spread": 1}', "step_spread in .* number below 1"),
         ('{"step_s": 0, "token_s": 0}', "`step_s`"),
     ],
 )
