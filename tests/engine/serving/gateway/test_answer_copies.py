@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -197,7 +196,9 @@ async def test_times_of_streams_are_those_of_users(world: World, asker: Asker) -
     waits = [(await asker.ask(CHAT, stream=True, max_tokens=20)).elapsed.total_seconds() for _ in range(4)]
     users = (await asker.copies())["users"]
     assert (len(users["streamed"]), users["whole"]) == (4, [])
-    assert max(users["streamed"]) < statistics.mean(waits) / 2
+    # After its first byte each has 19 steps, however long a busy machine takes before it.
+    spared = [whole - first for whole, first in zip(waits, users["streamed"], strict=True)]
+    assert min(spared) >= 19 * world.server.step_s
 
 
 @pytest.fixture
