@@ -30,6 +30,19 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def still_alive(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Wait until these processes have ended; return those that have not after `timeout_s`.
+
+    Linux answers ENOENT for one that is just being reaped, which psutil 7 does not expect: it is asked again.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (left_s := deadline - time.monotonic()) > 0:
+        with contextlib.suppress(FileNotFoundError):
+            return psutil.wait_procs(processes, timeout=left_s)[1]
+        time.sleep(0.01)
+    return [process for process in processes if process.is_running()]
+
+
 def end_descendants(grace_s: float) -> None:
     """End every descendant, including ones started meanwhile: SIGTERM, after `grace_s` SIGKILL."""
     deadline = time.monotonic() + grace_s
@@ -38,7 +51,7 @@ def end_descendants(grace_s: float) -> None:
         for process in descendants:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill() if late else process.terminate()
-        psutil.wait_procs(descendants, timeout=max(deadline - time.monotonic(), 0.1))
+        still_alive(descendants, max(deadline - time.monotonic(), 0.1))
 
 
 def run(command: list[str], stop_s: float) -> int:

@@ -22,7 +22,7 @@ import psutil
 
 from engine.errors import ServiceError
 from engine.files import write_whole
-from engine.process_reaper import die_with_parent
+from engine.process_reaper import die_with_parent, still_alive
 from engine.settings.params import content_hash
 
 GROUP = "graftwork"
@@ -136,11 +136,11 @@ class Supervisor:
             left += [process, *process.children(recursive=True)]
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.terminate()
-        _, alive = psutil.wait_procs(left, timeout=DOWN_S if left else 0)
+        alive = still_alive(left, DOWN_S if left else 0)
         for late in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 late.kill()
-        psutil.wait_procs(alive, timeout=5)
+        still_alive(alive, 5)
         for file in (self.socket, self.pidfile, self.note):
             file.unlink(missing_ok=True)
         return bool(left)

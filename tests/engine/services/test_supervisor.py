@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from engine.errors import ConfigError, Conflict, PortInUse, ServiceError
+from engine.process_reaper import still_alive
 from engine.services import lifecycle as services
 from engine.services.supervisor import Supervisor
 from engine.settings.params import Params
@@ -123,6 +124,24 @@ def test_kill_9_leaves_nothing_behind(supervisor: Supervisor, tmp_path: Path, vi
         # A child that outlived its killed reaper has no reaper left that could adopt it.
         for process in marked(tmp_path):
             process.kill()
+
+
+def test_a_process_that_is_just_being_reaped_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, open_pidfd = list[int](), os.pidfd_open
+
+    def reaped_at_first(pid: int, flags: int = 0) -> int:
+        opened.append(pid)
+        if len(opened) == 1:
+            raise FileNotFoundError(2, "No such file or directory")
+        return open_pidfd(pid, flags)
+
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
+        monkeypatch.setattr(os, "pidfd_open", reaped_at_first)
+        process = psutil.Process(child.pid)
+        assert still_alive([process], 0.2) == [process]
+        child.kill()
+        assert still_alive([process], 20) == []
+    assert len(opened) >= 2
 
 
 def test_long_state_directory_gets_a_short_socket(tmp_path: Path) -> None:
