@@ -9,6 +9,7 @@ something new of it.
 import asyncio
 import contextvars
 import logging
+import sqlite3
 import threading
 import time
 from collections import OrderedDict
@@ -18,10 +19,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from engine.catalog.catalog import Catalog
-from engine.catalog.changes import POLL_S
 from engine.catalog.waits import ANSWER_S, limit_waits
 from engine.errors import Conflict, NotFound, ServiceError
 
+# Between two looks at a server.
+POLL_S = 0.2
 # How long a request waits for the look that is due.
 LOOK_S = 0.5
 # Threads that read rows; together with the one that looks fewer than the catalog has connections.
@@ -32,6 +34,7 @@ ABSENT_ROWS = 4096
 # under its digest and under what a client writes of it); the others are for adapters that have left it.
 LEAST_ROWS = 8192
 ROWS_PER_ADAPTER = 6
+UNREADABLE = "The catalog cannot be read. Try again."
 T = TypeVar("T")
 log = logging.getLogger("graftwork.routing")
 
@@ -132,7 +135,7 @@ class CatalogRows:
     """The rows of one gateway, and its looks at the catalog. Thread-safe; `ask` is for one event loop."""
 
     def __init__(self, catalog: Catalog, most: int = LEAST_ROWS, clock: Callable[[], float] = time.monotonic):
-        self._changes, self._is_file = catalog.changes, catalog.is_file
+        self._changes, self._access, self._is_file = catalog.changes, catalog.access, catalog.is_file
         self.clock = clock
         self._most = most
         self._rows, self._absent = RowCache(most), RowCache(ABSENT_ROWS)
@@ -140,13 +143,16 @@ class CatalogRows:
         self._changed: set[str] | None = set()
         self._changing = threading.Lock()
         self._said = ""
-        # Of the whole catalog, and the number of the newest change that was read.
-        self._version: int | None = None
-        self._newest = 0
+        # The number of the newest change that was read, None before the first look that succeeded, and a
+        # file's number of commits then.
+        self._newest: int | None = None
+        self._commits: int | None = None
         # How many looks found something. What is read is as new as the number from before it was read.
         self.seen = 0
         # Until when it is known whether the catalog can be read, and the newest time that it could be.
         self.looked_at = self.read_at = clock()
+        # Before this time a server is not asked again.
+        self._due_at = self.looked_at
         # What was committed before this time is known.
         self.as_of = self.read_at
         # The newest look failed, or has taken too long already.
@@ -194,27 +200,47 @@ class CatalogRows:
         Raises `ServiceError` when the catalog could never be read.
         """
         if not self._here.reads:
-            if self._version is None:
+            if self._newest is None:
                 raise Unread
             return
         with self._looking:
             began = self.clock()
+            if not self._is_file and began < self._due_at:
+                if self._newest is None:
+                    raise ServiceError(UNREADABLE)
+                if self._fails:
+                    self.looked_at = began
+                return
             try:
-                version = self._changes.version()
-                if version != self._version:
-                    self._newest, names = self._changes.since(self._newest)
-                    if names is None or names:
-                        self.seen += 1
-                        self._note(names)
-                    self._version = version
-                self.read_at, self._fails, self._said = self.clock() - self._changes.age(), False, ""
-                self.as_of = began if self._is_file else self.read_at
+                self._take(self._commits_now())
+                self.as_of = began
+                self.read_at = self.clock() if self._is_file else began
+                self._fails, self._said = False, ""
             except ServiceError as error:
                 self._fails = True
-                if self._version is None:
+                if self._newest is None:
                     raise self.unreadable(error) from None
             finally:
                 self.looked_at = self.clock()
+                self._due_at = self.looked_at + POLL_S
+
+    def _commits_now(self) -> int | None:
+        """Return a number that changes when another connection commits to the file; None for a server."""
+        watch = self._access.watch
+        try:
+            return int(watch.execute("PRAGMA data_version").fetchone()[0]) if watch else None
+        except sqlite3.DatabaseError as error:
+            raise ServiceError(f"The catalog {self._access.label} cannot be read: {error}.") from error
+
+    def _take(self, commits: int | None) -> None:
+        """Take what has changed, of a file as of this number of commits."""
+        if commits is not None and commits == self._commits:
+            return
+        newest, names = self._changes.since(self._newest or 0)
+        if names is None or names:
+            self.seen += 1
+            self._note(names)
+        self._newest, self._commits = newest, commits
 
     def _note(self, names: set[str | None] | None) -> None:
         """Take what this look found; None: any policy may have changed."""
@@ -323,12 +349,12 @@ class CatalogRows:
         if str(error) != self._said:
             log.error("%s", error)
         self._said = str(error)
-        return ServiceError("The catalog cannot be read. Try again.")
+        return ServiceError(UNREADABLE)
 
     async def _look_in_time(self) -> None:
         """Have a thread look when the newest look is too old. Nobody waits for a server that fails."""
         if self._under_way is None:
-            if self.clock() - self.looked_at < POLL_S:
+            if self.clock() < self._due_at:
                 return
             self._under_way = asyncio.get_running_loop().run_in_executor(self._looks, self.look)
             self._under_way.add_done_callback(self._looked)

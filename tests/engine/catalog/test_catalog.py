@@ -25,7 +25,6 @@ from alembic.migration import MigrationContext
 from sqlalchemy import Connection, event, select, update
 
 from engine.catalog import access as catalog_access
-from engine.catalog import changes as catalog_changes
 from engine.catalog import leases as catalog_leases
 from engine.catalog.access import open_engine
 from engine.catalog.catalog import Base, Catalog, Policy, Revision, Route, migrate
@@ -395,19 +394,6 @@ def test_switches(catalog: Catalog) -> None:
     assert not catalog.switches.is_on("freeze")
 
 
-def test_data_version_tells_of_changes(catalog: Catalog, catalog_url: str) -> None:
-    other = Catalog(catalog_url)
-    before = catalog.changes.version()
-    assert catalog.changes.version() == before
-    other.tombstones.add("sorting", "aa", "Bad.", "me")
-    # A server is asked five times a second.
-    deadline = time.monotonic() + 60
-    while catalog.changes.version() == before:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    other.close()
-
-
 def test_a_revision_is_found_fast_among_many(catalog: Catalog) -> None:
     catalog.revisions.add_many([make_revision(f"{i:08x}") for i in range(20_000)])
     seconds = []
@@ -438,35 +424,6 @@ def test_importing_the_catalog_is_light() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_server_that_is_down_is_asked_once_in_a_while(
-    postgres_server: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each request asks for the version; not each of them may wait for a connection."""
-    url = fresh_database(postgres_server)
-    migrate(url)
-    with closing(Catalog(url)) as catalog:
-        asked: list[object] = []
-        read = catalog.access.read
-
-        def down(engine: object = None) -> object:
-            asked.append(engine)
-            raise ServiceError("The catalog cannot be read.")
-
-        monkeypatch.setattr(catalog_changes, "POLL_S", 60.0)
-        monkeypatch.setattr(catalog.access, "read", down)
-        for _ in range(5):
-            with pytest.raises(ServiceError, match="cannot be read"):
-                catalog.changes.version()
-        assert len(asked) == 1
-        monkeypatch.setattr(catalog.access, "read", read)
-        monkeypatch.setattr(catalog_changes, "POLL_S", 0.0)
-        began = time.monotonic()
-        catalog.changes.version()
-        assert catalog.changes.age() <= time.monotonic() - began
-        time.sleep(0.1)
-        assert catalog.changes.age() >= 0.1
-
-
 def test_nobody_waits_again_for_a_server_that_says_nothing(
     postgres_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -484,7 +441,7 @@ def test_nobody_waits_again_for_a_server_that_says_nothing(
 
         monkeypatch.setattr(TimeoutConnection, "connect", elsewhere)
         asks = [
-            catalog.changes.version,
+            partial(catalog.changes.since, 0),
             partial(catalog.routes.get, "sorting"),
             partial(catalog.tombstones.find, "sorting", "ab" * 32),
         ]

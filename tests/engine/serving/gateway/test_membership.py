@@ -1,5 +1,6 @@
 """An engine's row in the catalog, and what it tells load balancers."""
 
+import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,6 @@ from unittest.mock import Mock
 import pytest
 
 from engine.catalog.catalog import Catalog, migrate
-from engine.errors import ServiceError
 from engine.serving.gateway.membership import Membership
 from engine.serving.gateway.routing import Router
 
@@ -101,10 +101,8 @@ def test_a_silent_catalog_takes_no_engine_that_was_ready_from_its_users(
     old.beat()
     assert old.why_not_ready(router, list) is None
 
-    def unreadable() -> int:
-        raise ServiceError("gone")
-
-    monkeypatch.setattr(catalog.changes, "version", unreadable)
+    silent = Mock(execute=Mock(side_effect=sqlite3.OperationalError("disk I/O error")))
+    monkeypatch.setattr(catalog.access, "watch", silent)
     now[0] = 20.0
     assert old.why_not_ready(router, list) is None
     # One that starts now knows neither routes nor keys.
