@@ -78,6 +78,10 @@ def environment(directory: Path) -> Path:
         print(f"Installing TRL into {root}; it takes minutes.", flush=True)
         venv.create(root, clear=True, with_pip=True)
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
-        subprocess.run([*pip, "--requirement", requirements], check=True, timeout=1800)
+        _, index, *packages = requirements.read_text().splitlines()
+        torch = next(one for one in packages if one.startswith("torch=="))
+        # That index has torch alone: where it cannot be reached, asking it for each package takes minutes.
+        for what in ([*index.split(), "--no-deps", torch], packages):
+            subprocess.run([*pip, *what], check=True, timeout=1800)
         done.touch()
     return python

@@ -11,10 +11,13 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 import psycopg
+
+from engine.process_reaper import die_with_parent
 
 # The server refuses to run as root; there, this user owns it.
 UNPRIVILEGED = "nobody"
@@ -49,6 +52,8 @@ def postgres() -> Iterator[str]:
             server = subprocess.Popen(
                 [binaries() / "postgres", "-D", data, "-k", root, *LIGHT],
                 user=user, cwd=root, stdout=log, stderr=log,
+                # A run that is killed leaves no server.
+                preexec_fn=partial(die_with_parent, os.getpid()),
             )  # fmt: skip
         try:
             _wait(root, server)
