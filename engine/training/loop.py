@@ -72,13 +72,14 @@ def train(
     began = monotonic()
     with closing(prepare(params, policy, config, key, engines_of)) as run:
         session = open_session(run)
-        while session.step < config.steps and not has_stopped(config, session):
+        is_taught = config.method in TAUGHT
+        while session.step < config.steps and not (is_taught and has_stopped(config, session)):
             session = next_step(run, session)
             if on_step:
                 on_step(session.history[-1])
             refuse_without_signal(run, session)
             refuse_collapse(run, session)
-        with at_best(run, session) if config.method in TAUGHT else nullcontext(session) as best:
+        with at_best(run, session) if is_taught else nullcontext(session) as best:
             exported = export_revision(run, best)
         run.record_export(exported, session.history)
         run.client.close_session(session)
