@@ -174,7 +174,10 @@ class Access:
             with (engine or self.engine).connect() as connection:
                 yield connection
         except (DatabaseError, InterfaceError, PoolTimeout) as error:
-            self._note_silence(error, began)
+            # An error without a statement is a failed connection. A failed statement, such as a timeout, does
+            # not mean that the server is down.
+            if isinstance(error, OperationalError) and error.statement is None:
+                self._note_silence(began)
             cause = getattr(error, "orig", error)
             raise ServiceError(f"The catalog {self.label} cannot be read: {cause}.") from error
 
@@ -191,9 +194,10 @@ class Access:
             except sqlite3.DatabaseError as error:
                 raise ServiceError(f"The catalog {self.label} cannot be read: {error}.") from error
         drivers: Any = self.engine.dialect.loaded_dbapi
-        began = self._refuse_while_silent()
+        began, is_connected = self._refuse_while_silent(), False
         try:
             with closing(self.single.raw_connection()) as connection:
+                is_connected = True
                 try:
                     cursor = connection.cursor()
                     cursor.execute(query, values)
@@ -202,8 +206,9 @@ class Access:
                     # A connection that failed never returns to the pool, whatever the error.
                     connection.invalidate()
                     raise
-        except (drivers.DatabaseError, DatabaseError, PoolTimeout) as error:
-            self._note_silence(error, began)
+        except (drivers.Error, DatabaseError, PoolTimeout) as error:
+            if not is_connected and not isinstance(error, PoolTimeout):
+                self._note_silence(began)
             cause = getattr(error, "orig", error)
             raise ServiceError(f"The catalog {self.label} cannot be read: {cause}.") from error
 
@@ -214,12 +219,10 @@ class Access:
             raise ServiceError(fault)
         return now
 
-    def _note_silence(self, error: Exception, began: float) -> None:
+    def _note_silence(self, began: float) -> None:
+        """Begin a back-off where a connection that failed had waited for a server that says nothing."""
         took_s = time.monotonic() - began
-        # An error without a statement is a failed connection. A failed statement, such as a timeout, does not
-        # mean that the server is down.
-        connects = isinstance(error, OperationalError) and error.statement is None
-        if connects and took_s >= SILENT_S and not self.is_sqlite:
+        if took_s >= SILENT_S and not self.is_sqlite:
             fault = f"The catalog {self.label} did not answer within {took_s:.1f} s. It is asked again soon."
             self._silent = time.monotonic() + min(SILENT_MOST_S, took_s), fault
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import venv
 from itertools import islice
@@ -78,9 +79,10 @@ def environment(directory: Path) -> Path:
         print(f"Installing TRL into {root}; it takes minutes.", flush=True)
         venv.create(root, clear=True, with_pip=True)
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
-        _, index, *packages = requirements.read_text().splitlines()
-        torch = next(one for one in packages if one.startswith("torch=="))
-        # That index has torch alone: where it cannot be reached, asking it for each package takes minutes.
+        lines = requirements.read_text().splitlines()
+        index, torch = (next(filter(re.compile(start).match, lines)) for start in ("--extra", "torch=="))
+        packages = [line for line in lines if "==" in line]
+        # That index is needed for torch alone, and asking one that is away for each package takes minutes.
         for what in ([*index.split(), "--no-deps", torch], packages):
             subprocess.run([*pip, *what], check=True, timeout=1800)
         done.touch()

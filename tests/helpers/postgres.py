@@ -52,7 +52,7 @@ def postgres() -> Iterator[str]:
             server = subprocess.Popen(
                 [binaries() / "postgres", "-D", data, "-k", root, *LIGHT],
                 user=user, cwd=root, stdout=log, stderr=log,
-                # A run that is killed leaves no server.
+                # Where a run is killed, the server ends once its clients have.
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )  # fmt: skip
         try:
