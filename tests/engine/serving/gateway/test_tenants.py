@@ -207,9 +207,10 @@ async def test_what_would_stop_the_event_loop_is_refused_before_it_is_parsed(
     world: World, body: bytes, status: int, says: str
 ):
     async with world.client(world.key()) as client:
-        began = time.perf_counter()
+        # What this thread, which has the loop and the gateway, computes: no pause of the machine counts.
+        began = time.thread_time()
         answer = await client.post("/v1/chat/completions", content=body)
-        assert time.perf_counter() - began < 1
+        assert time.thread_time() - began < 1
     assert (answer.status_code, says in answer.text) == (status, True)
 
 
