@@ -174,10 +174,8 @@ class Access:
             with (engine or self.engine).connect() as connection:
                 yield connection
         except (DatabaseError, InterfaceError, PoolTimeout) as error:
-            # An error without a statement is a failed connection. A failed statement, such as a timeout, does
-            # not mean that the server is down.
-            if isinstance(error, OperationalError) and error.statement is None:
-                self._note_silence(began)
+            # An error without a statement is a failed connection.
+            self._note_silence(began, isinstance(error, OperationalError) and error.statement is None)
             cause = getattr(error, "orig", error)
             raise ServiceError(f"The catalog {self.label} cannot be read: {cause}.") from error
 
@@ -207,8 +205,7 @@ class Access:
                     connection.invalidate()
                     raise
         except (drivers.Error, DatabaseError, PoolTimeout) as error:
-            if not is_connected and not isinstance(error, PoolTimeout):
-                self._note_silence(began)
+            self._note_silence(began, not is_connected and not isinstance(error, PoolTimeout))
             cause = getattr(error, "orig", error)
             raise ServiceError(f"The catalog {self.label} cannot be read: {cause}.") from error
 
@@ -219,10 +216,10 @@ class Access:
             raise ServiceError(fault)
         return now
 
-    def _note_silence(self, began: float) -> None:
-        """Begin a back-off where a connection that failed had waited for a server that says nothing."""
+    def _note_silence(self, began: float, has_no_connection: bool) -> None:
+        """Begin a back-off where a connection, and not only a statement, failed by a server's silence."""
         took_s = time.monotonic() - began
-        if took_s >= SILENT_S and not self.is_sqlite:
+        if has_no_connection and took_s >= SILENT_S and not self.is_sqlite:
             fault = f"The catalog {self.label} did not answer within {took_s:.1f} s. It is asked again soon."
             self._silent = time.monotonic() + min(SILENT_MOST_S, took_s), fault
 

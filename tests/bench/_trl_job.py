@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import re
 import subprocess
 import venv
 from itertools import islice
@@ -80,8 +79,9 @@ def environment(directory: Path) -> Path:
         venv.create(root, clear=True, with_pip=True)
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
         lines = requirements.read_text().splitlines()
-        index, torch = (next(filter(re.compile(start).match, lines)) for start in ("--extra", "torch=="))
         packages = [line for line in lines if "==" in line]
+        index = next(line for line in lines if line.startswith("--extra-index-url"))
+        torch = next(line for line in packages if line.startswith("torch=="))
         # That index is needed for torch alone, and asking one that is away for each package takes minutes.
         for what in ([*index.split(), "--no-deps", torch], packages):
             subprocess.run([*pip, *what], check=True, timeout=1800)
