@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from engine.catalog.records import Release, Route
 from engine.controller.offline_scores import KeptScore, LanguageScore, OfflineScore
-from engine.controller.waits import Wait
 from engine.ledger.evaluations import EvaluatorUse, costs_in_words
 from engine.quality.budget import ErrorBudget
 from engine.quality.canary import CanaryResult
@@ -65,6 +64,31 @@ class Evidence:
         uses = {"evaluators": [use._asdict() for use in self.uses]} if self.uses else {}
         canary = self.canary.summary()
         return {"probe": self.probe, "score": score, **more, **shadow, **uses, "canary": canary}
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a running release waits for: a gate, what it has there and what it needs, for `waited_s` so far.
+
+    In `left_s` of the release's time the wait ends by itself, as `then` says; None: it does not. Neither runs
+    while the release is paused.
+    """
+
+    gate: str
+    has: str
+    needs: str
+    waited_s: float
+    left_s: float | None = None
+    then: str = "hold"
+
+    @property
+    def ends(self) -> str:
+        """When and how the wait ends by itself, or an empty string."""
+        return "" if self.left_s is None else f"{self.then} in {max(0.0, self.left_s):.0f} s"
+
+    def row(self) -> dict[str, Any]:
+        """Return the line for JSON."""
+        return asdict(self) | {"ends": self.ends}
 
 
 @dataclass(frozen=True)

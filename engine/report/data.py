@@ -6,7 +6,7 @@ Times are epoch seconds. Scores and rewards are in [0, 1]. A digest of None is t
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.controller.waits import Wait
+from engine.controller.advance import Wait
 from engine.quality.guards import GuardResult
 from engine.training.service.train_step import TrainStep
 

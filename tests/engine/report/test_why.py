@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from engine.catalog.catalog import Base, Catalog, Notice, Release, Replica, migrate
-from engine.controller.waits import Wait
+from engine.controller.advance import Wait
 from engine.errors import Conflict, NotFound
 from engine.ledger.ledger import Ledger, Spool
 from engine.report.why import Chain, commit_link, why
