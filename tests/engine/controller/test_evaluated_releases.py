@@ -127,6 +127,9 @@ def test_a_better_revision_passes_the_shadow_early_and_an_equal_one_after_its_un
     for mine, theirs in ((1.0, 0.0), (0.0, 1.0)):
         evaluator.pair(mine, theirs)
     evaluator.spool.rotate()
+    # Not on every turn: nobody looks at the shadow again before its second is over.
+    assert f"release {release.id}" in controller.due
+    controller.due.clear()
     controller.tick()
     assert controller.catalog.releases.get(release.id).step == "canary"
 
@@ -140,6 +143,7 @@ def test_a_shadow_without_scores_is_no_evidence(controller: Controller, params: 
     release = controller.catalog.releases.update(
         release.id, release.version, settings=release.settings | {"max_s": 1e-6}
     )
+    controller.due.clear()
     controller.tick()
     ended = controller.catalog.releases.get(release.id)
     assert ended.state == "held"
