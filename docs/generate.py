@@ -19,6 +19,8 @@ from flows.cli.command import app
 DOCS = Path(__file__).parent
 METAVARS = {"str": "TEXT", "list[str]": "TEXT", "int": "N", "float": "X", "Path": "PATH"}
 NOTE = "<!-- Written by docs/generate.py from {}. Change it there. -->"
+# What nearly every command takes, which the page says once.
+SHARED_OPTIONS = ("--json", "--params")
 # Settings by name, whose fields have a section of their own.
 IN_OWN_SECTION = {"evaluators"}
 EXIT_CODES = {
@@ -85,12 +87,30 @@ def cli_page() -> str:
             NOTE.format("the help texts in flows/cli"),
             f"{root.help} The command is `.venv/bin/graftwork`; `--help` works everywhere, and "
             "`graftwork --install-completion` has your shell complete commands and options.",
+            shared_options(runnable),
             *(f"**{title}**\n\n{table(('command', 'does'), *rows)}" for title, rows in groups.items()),
             "Exit codes:",
             table(("code", "meaning"), *((str(key), says) for key, says in EXIT_CODES.items())),
             *(section(name, one) for name, one in found),
         ]
     )
+
+
+def shared_options(runnable: list[tuple[str, Any]]) -> str:
+    """Return what is said once of the options that nearly every command has."""
+    lines = []
+    for option in SHARED_OPTIONS:
+        having = [one for _, command in runnable for one in command.params if option in one.opts]
+        without = [code(name) for name, command in runnable if not has_option(command, option)]
+        words = f" (default: {default_of(having[0])})" if default_of(having[0]) else ""
+        lines.append(
+            f"- {spelled(having[0])}{words}: {having[0].help} Every command has it but {', '.join(without)}."
+        )
+    return "\n".join(lines)
+
+
+def has_option(command: Any, option: str) -> bool:
+    return any(option in one.opts for one in command.params)
 
 
 def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -114,8 +134,8 @@ def first_line(command: Any) -> str:
 def section(name: str, command: Any) -> str:
     """Return a command's section."""
     parts = [f"{'#' * name.count(' ')}# {name}", inspect.cleandoc(command.help or "")]
-    if command.params:
-        parts.append(parameters(command.params))
+    if own := [one for one in command.params if not set(one.opts) & set(SHARED_OPTIONS)]:
+        parts.append(parameters(own))
     return "\n\n".join(parts)
 
 

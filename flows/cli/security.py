@@ -26,7 +26,7 @@ def login(
 ) -> None:
     """Print addresses, users and passwords of the web pages of Prefect, MLflow and the controller.
 
-    Who logs in to Prefect may run code as the worker. Give tenants API keys instead.
+    Anyone who can log in to Prefect can run code as the worker. Give tenants API keys instead.
     """
     settings = enter(params)
     web_pages = web_logins(settings)
