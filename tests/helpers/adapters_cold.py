@@ -15,10 +15,15 @@ from engine.settings.services import EngineConfig
 
 
 class FakeEngine:
-    """The two calls; a load takes `seconds`, and names in `faults` are refused with theirs."""
+    """The two calls; a load takes `seconds`, and names in `faults` are refused with theirs.
+
+    While `may_end` is not set, no load ends: what a test does meanwhile may take any time.
+    """
 
     def __init__(self, seconds: float = 0.01):
         self.seconds = seconds
+        self.may_end = asyncio.Event()
+        self.may_end.set()
         self.prepared: list[str] = []
         self.addresses: list[dict] = []
         self.running = 0
@@ -34,6 +39,7 @@ class FakeEngine:
         self.peak = max(self.peak, self.running)
         try:
             await asyncio.sleep(self.seconds)
+            await self.may_end.wait()
             if self.faults.get(name):
                 raise self.faults[name].pop(0)
         finally:
@@ -122,7 +128,7 @@ async def using(residency, revision, **more):
         residency.release(name)
 
 
-async def settle(condition, seconds: float = 5.0):
+async def settle(condition, seconds: float = 60.0):
     """Let the loop turn until something holds."""
     async with asyncio.timeout(seconds):
         while not condition():

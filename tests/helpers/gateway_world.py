@@ -37,14 +37,17 @@ class Events:
 
 
 class Engine:
-    """Loads take `seconds`; `faults` are raised one after the other."""
+    """Loads take `seconds`, and end only while `may_end` is set; `faults` are raised one after the other."""
 
     def __init__(self):
         self.seconds, self.faults, self.prepared = 0.0, [], []
+        self.may_end = asyncio.Event()
+        self.may_end.set()
 
     async def prepare(self, name, address):
         self.prepared.append(name)
         await asyncio.sleep(self.seconds)
+        await self.may_end.wait()
         if self.faults:
             raise self.faults.pop(0)
 

@@ -59,14 +59,17 @@ class Events:
 
 
 class Loads:
-    """An engine that prepares every adapter after `seconds`."""
+    """An engine that prepares every adapter at once, or when `may_end` is set."""
 
     def __init__(self) -> None:
-        self.seconds, self.prepared = 0.0, list[str]()
+        self.prepared = list[str]()
+        self.may_end = asyncio.Event()
+        self.may_end.set()
 
     async def prepare(self, name: str, address: dict[str, Any]) -> None:
         self.prepared.append(name)
-        await asyncio.sleep(self.seconds)
+        await asyncio.sleep(0)
+        await self.may_end.wait()
 
     async def forget(self, name: str) -> None: ...
 

@@ -17,6 +17,7 @@ from engine.serving.gateway.call import Metering
 from engine.serving.gateway.gateway import Gateway
 from engine.serving.gateway.holding import unless_left
 from engine.serving.gateway.routing import Router
+from tests.helpers.adapters_cold import settle
 from tests.helpers.api_answers import APIS, CHAT, COMPLETIONS, MESSAGES, body_of
 from tests.helpers.gateway_world import CANARY, CHAMPION, make_world, unit_of, warm
 
@@ -262,13 +263,19 @@ PINNED = {"model": f"sums@{CHAMPION[:12]}"}
 
 
 async def test_a_full_queue_answers_429_and_when_to_come_again(world):
-    world.engine.seconds = 0.2
+    world.engine.may_end.clear()
     digests = [f"{number:x}" * 64 for number in range(6)]
     row = world.catalog.revisions.get("sums", CHAMPION)
     for digest in digests:
         world.catalog.revisions.add_many([replace(row, digest=digest)])
     async with world.client() as client:
-        asked = [client.post("/v1/completions", json={"model": f"sums@{d[:12]}"}) for d in digests]
+        asked = [
+            asyncio.create_task(client.post("/v1/completions", json={"model": f"sums@{d[:12]}"}))
+            for d in digests
+        ]
+        # No load ends, and makes room, before the last of them has asked.
+        await settle(lambda: sum(task.done() for task in asked) == 2)
+        world.engine.may_end.set()
         responses = await asyncio.gather(*asked)
     codes = sorted(response.status_code for response in responses)
     assert codes == [200] * 4 + [429] * 2
@@ -278,7 +285,7 @@ async def test_a_full_queue_answers_429_and_when_to_come_again(world):
 
 
 async def test_a_client_that_leaves_ends_its_load(world):
-    world.engine.seconds = 30
+    world.engine.seconds = 600
     messages = [{"type": "http.request", "body": json.dumps(PINNED).encode(), "more_body": False}]
     headers = [(b"authorization", f"Bearer {world.keys['pin']}".encode())]
     scope = {"type": "http", "path": "/v1/completions", "headers": headers, "method": "POST"}
@@ -292,7 +299,8 @@ async def test_a_client_that_leaves_ends_its_load(world):
 
     async def send(message): ...
 
-    await asyncio.wait_for(world.call(scope, receive, send), 5)
+    # A load that nobody ends would take a minute at the most.
+    await asyncio.wait_for(world.call(scope, receive, send), 30)
     assert len(world.state.residency.queue) == 0
     assert world.server.seen == []
     assert world.events.rows[-1][1]["status"] == 499
@@ -339,13 +347,13 @@ def add_revision(world, digest: str) -> dict[str, str]:
 async def changed_while_loading(world, body, change, scope: str = "pin", **headers: str) -> httpx.Response:
     """Send a request for a cold adapter, and `change` something while its load runs."""
     world.engine.seconds = 0.02
+    world.engine.may_end.clear()
     async with world.client(scope) as client:
         asked = asyncio.create_task(client.post("/v1/completions", json=body, headers=headers))
-        async with asyncio.timeout(5):
-            while not world.engine.prepared:
-                await asyncio.sleep(0.001)
+        await settle(lambda: world.engine.prepared)
         assert world.server.seen == []
         change(world.catalog)
+        world.engine.may_end.set()
         response = await asked
     assert all(resident.users == 0 for resident in world.state.residency.residents.values())
     return response

@@ -7,7 +7,7 @@ import pytest
 from engine.errors import NotFound, ServiceError
 from engine.serving.gateway.host_tier_upkeep import HostTierUpkeep, served_names
 from engine.threads import WORKS
-from tests.helpers.adapters_cold import FakeEngine, name_of, residency, revision, settle, use
+from tests.helpers.adapters_cold import FakeEngine, name_of, residency, revision, settle, use, using
 
 MIB = 1 << 20
 
@@ -99,16 +99,14 @@ async def test_what_was_purged_leaves_once_its_last_request_has():
     for i in range(3):
         await use(tier, revision(i))
     upkeep = HostTierUpkeep(tier, router)
-    busy = asyncio.create_task(use(tier, revision(2), 0.05))
-    await asyncio.sleep(0)
-    for i in (1, 2):
-        del router.rows[revision(i).digest]
-    await upkeep.look()
-    assert len(tier.residents) == 3
-    router.changed = {"sums"}
-    await upkeep.look()
-    assert set(tier.residents) == {name_of(0), name_of(2)}
-    await busy
+    async with using(tier, revision(2)):
+        for i in (1, 2):
+            del router.rows[revision(i).digest]
+        await upkeep.look()
+        assert len(tier.residents) == 3
+        router.changed = {"sums"}
+        await upkeep.look()
+        assert set(tier.residents) == {name_of(0), name_of(2)}
     await upkeep.look()
     await settle(lambda: engine.held == {name_of(0)})
 
@@ -119,15 +117,13 @@ async def test_what_came_into_quarantine_is_served_no_more():
     for i in range(3):
         await use(tier, revision(i))
     upkeep = HostTierUpkeep(tier, router)
-    busy = asyncio.create_task(use(tier, revision(2), 0.05))
-    await asyncio.sleep(0)
-    router.damaged = {("sums", revision(i).digest) for i in (1, 2)}
-    router.changed = {"sums"}
-    await upkeep.look()
-    assert set(tier.residents) == {name_of(0), name_of(2)}
-    with pytest.raises(ServiceError, match="lost the bytes"):
-        tier.tier.ask(revision(2))
-    await busy
+    async with using(tier, revision(2)):
+        router.damaged = {("sums", revision(i).digest) for i in (1, 2)}
+        router.changed = {"sums"}
+        await upkeep.look()
+        assert set(tier.residents) == {name_of(0), name_of(2)}
+        with pytest.raises(ServiceError, match="lost the bytes"):
+            tier.tier.ask(revision(2))
     assert set(tier.residents) == {name_of(0)}
 
 

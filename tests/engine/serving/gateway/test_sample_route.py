@@ -69,8 +69,8 @@ async def ask(
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Wait until something holds, at most 20 seconds."""
-    async with asyncio.timeout(20):
+    """Wait until something holds, at most a minute."""
+    async with asyncio.timeout(60):
         while not holds():
             await asyncio.sleep(0.001)
 
@@ -88,7 +88,7 @@ async def test_an_adapter_that_is_not_there_is_not_the_base() -> None:
 
 async def test_a_refused_prompt_ends_the_others() -> None:
     engine = Engine()
-    answer = await asyncio.wait_for(ask(engine, "tiny", [ENDLESS], [WRONG], [ENDLESS]), 5)
+    answer = await asyncio.wait_for(ask(engine, "tiny", [ENDLESS], [WRONG], [ENDLESS]), 60)
     assert answer is not None
     assert (answer.status_code, engine.ended) == (400, 2)
     assert b"out of vocabulary" in answer.body

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, closing
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -19,6 +20,7 @@ from engine.errors import ServiceError
 from engine.serving.gateway.call import is_given_to
 from engine.settings.services import GatewayConfig
 from tests.helpers.access_matrix import ASKING, ROLE_SETS, SAMPLES, SENTENCE, Names, body_of, gateway_faults
+from tests.helpers.adapters_cold import settle
 from tests.helpers.gateways import CHAMPION, OTHER, World, open_world
 
 PIN = f"@{CHAMPION[:12]}"
@@ -443,8 +445,10 @@ async def test_a_release_that_runs_keeps_its_unit_hashes(world: World):
     assert before == hashlib.sha256(b"acme-sums\0u-1").hexdigest()[:24] != after
 
 
-async def test_refused_requests_are_requests_of_the_minute(world: World):
+async def test_refused_requests_are_requests_of_the_minute(world: World, monkeypatch: pytest.MonkeyPatch):
     """Unknown policies, bad bodies: each costs the gateway work, so that a limit holds for them."""
+    # The minute stands still: a slow machine refills no bucket.
+    monkeypatch.setattr("engine.serving.gateway.meter.time", SimpleNamespace(monotonic=lambda: 100.0))
     key = world.key(limits={"requests_per_minute": 5})
     async with world.client(key) as client:
         refused = [(await client.post(**completion(model))).status_code for model in ["acme-nobody"] * 4]
@@ -608,7 +612,7 @@ async def test_a_tenants_share_of_the_queue_of_cold_loads(tmp_path):
     row = world.catalog.revisions.get("acme-sums", CHAMPION)
     digests = [f"{number:x}" * 64 for number in range(1, 8)]
     world.catalog.revisions.add_many([replace(row, digest=digest) for digest in digests])
-    world.loads.seconds = 0.1
+    world.loads.may_end.clear()
     async with (
         world.client(world.key(roles=["infer", "pin"])) as client,
         world.client(world.key("umbrella")) as other,
@@ -618,8 +622,13 @@ async def test_a_tenants_share_of_the_queue_of_cold_loads(tmp_path):
         asked = [
             asyncio.create_task(client.post("/v1/completions", json=body)) for body in [bodies[0], *bodies]
         ]
-        await asyncio.sleep(0.02)
-        fine = await other.post("/v1/completions", json={"model": "umbrella-sums"} | SENTENCE)
+        # No load ends, and makes room, before the last of them has asked.
+        await settle(lambda: sum(task.done() for task in asked) == 3)
+        another = other.post("/v1/completions", json={"model": "umbrella-sums"} | SENTENCE)
+        others = asyncio.create_task(another)
+        await settle(lambda: others.done() or len(world.state.residency.queue) == 5)
+        world.loads.may_end.set()
+        fine = await others
         found = [response.status_code for response in await asyncio.gather(*asked)]
     world.close()
     assert fine.status_code == 200

@@ -29,12 +29,10 @@ async def test_the_least_recently_used_leaves_and_comes_back():
 
 async def test_who_is_in_use_stays():
     tier = residency(FakeEngine(0), host_bytes=MIB)
-    busy = asyncio.create_task(use(tier, row(1), 0.1))
-    await asyncio.sleep(0.02)
-    await use(tier, row(2))
-    await use(tier, row(3))
-    assert name_of(1) in tier.residents
-    await busy
+    async with using(tier, row(1)):
+        await use(tier, row(2))
+        await use(tier, row(3))
+        assert name_of(1) in tier.residents
     assert all(resident.users == 0 for resident in tier.residents.values())
     assert len(tier.residents) == 1
 

@@ -58,9 +58,14 @@ async def test_loads_are_bounded_and_a_full_queue_says_when_to_come_again():
 
 @pytest.mark.parametrize(("size", "at_once"), [(1000, 6), (1 << 20, 16)])
 async def test_more_large_adapters_load_at_once_than_small_ones(size, at_once):
-    engine = FakeEngine(0.01)
+    engine = FakeEngine(0)
     tier = residency(engine, host_bytes=64 << 20)
-    await asyncio.gather(*(use(tier, revision(i, size)) for i in range(40)))
+    engine.may_end.clear()
+    users = [asyncio.create_task(use(tier, revision(i, size))) for i in range(40)]
+    # None ends before the last of them has begun.
+    await settle(lambda: engine.running == at_once)
+    engine.may_end.set()
+    await asyncio.gather(*users)
     assert engine.peak == at_once
 
 
@@ -154,13 +159,16 @@ def test_without_promises_whoever_is_refused_comes_back_when_the_next_place_is_f
 
 
 async def test_people_come_before_the_background_which_goes_on_all_the_same():
-    engine = FakeEngine(0.002)
+    engine = FakeEngine(0)
     tier = residency(engine, load_concurrency=1, load_places=100)
+    engine.may_end.clear()
     first = asyncio.create_task(use(tier, revision(0)))
-    await asyncio.sleep(0)
+    await settle(lambda: engine.running)
     scores = [asyncio.create_task(use(tier, revision(i), priority=BACKGROUND)) for i in range(1, 6)]
-    await asyncio.sleep(0)
     people = [asyncio.create_task(use(tier, revision(i))) for i in range(10, 40)]
+    # All are in line before the first load ends.
+    await settle(lambda: len(tier.queue) == 1 + len(scores) + len(people))
+    engine.may_end.set()
     await asyncio.gather(first, *scores, *people)
     background = {name_of(i) for i in range(1, 6)}
     turns = [i for i, name in enumerate(engine.prepared) if name in background]
@@ -184,12 +192,16 @@ async def test_the_background_leaves_places_to_people():
 
 
 async def test_a_person_who_asks_for_what_is_loaded_ahead_waits_like_a_person():
-    engine = FakeEngine(0.01)
+    engine = FakeEngine(0)
     tier = residency(engine, load_concurrency=1, load_places=40)
+    engine.may_end.clear()
     for i in range(8):
         tier.load_ahead(revision(i))
-    await asyncio.sleep(0)
-    await use(tier, revision(7))
+    await settle(lambda: engine.running)
+    person = asyncio.create_task(use(tier, revision(7)))
+    await settle(lambda: name_of(7) in tier.queue.waiting[INTERACTIVE])
+    engine.may_end.set()
+    await person
     assert engine.prepared[:2] == [name_of(0), name_of(7)]
 
 
@@ -224,10 +236,11 @@ async def test_a_load_ends_with_its_last_waiter():
 
 
 async def test_whoever_asks_while_a_load_is_called_off_gets_a_new_one():
-    engine = FakeEngine(0.05)
+    engine = FakeEngine(600)
     tier = residency(engine)
     first = asyncio.create_task(use(tier, revision(1)))
     await settle(lambda: engine.running)
+    engine.seconds = 0
     first.cancel()
     await asyncio.sleep(0)
     assert await use(tier, revision(1)) == name_of(1)
@@ -359,8 +372,9 @@ async def test_evictions_wait_while_nobody_knows_who_must_stay():
 
 
 async def test_a_load_whose_row_was_purged_meanwhile_is_not_taken_in():
-    engine, catalog = FakeEngine(0.1), FakeCatalog()
+    engine, catalog = FakeEngine(0), FakeCatalog()
     tier = residency(engine, catalog=catalog)
+    engine.may_end.clear()
     both = [asyncio.create_task(use(tier, revision(i))) for i in (1, 2)]
     await settle(lambda: engine.running == 2)
     read = catalog.revisions.get
@@ -374,6 +388,7 @@ async def test_a_load_whose_row_was_purged_meanwhile_is_not_taken_in():
     tier.doubt({"others"})
     assert not any(load.in_doubt for load in tier.queue.running.values())
     tier.doubt({"sums"})
+    engine.may_end.set()
     gone, there = await asyncio.gather(*both, return_exceptions=True)
     assert isinstance(gone, NotFound)
     assert set(tier.residents) == {there} == {name_of(2)}

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import uuid
+from functools import partial
 
 import pytest
 
@@ -14,19 +15,28 @@ from tests.helpers.adapters_cold import settle
 from tests.helpers.fake_vllm import FakeClient, models
 
 
-async def ask_and_leave(engine, name):
-    """Wait for a load no longer than it takes to begin."""
+async def ask_and_leave(engine, worker, name):
+    """Wait for a load no longer than it takes to begin; return what ends it in the worker."""
+    prepare, under_way = worker.prepare, []
+
+    def begins(name, address, tell):
+        worker.asked.append((name, address))
+        under_way.append((name, tell))
+
+    worker.prepare = begins
     left = asyncio.create_task(engine.prepare(name, {}))
-    await asyncio.sleep(0.01)
+    await settle(lambda: under_way)
+    worker.prepare = prepare
     left.cancel()
     await asyncio.gather(left, return_exceptions=True)
+    return partial(worker._end, *under_way[0])
 
 
 async def test_a_load_waits_for_no_step():
     """Not even one of an engine that hangs."""
     client, table = FakeClient(step_s=60), models()
     engine = await VllmEngine.connect(client, table)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await asyncio.gather(*(engine.prepare(f"p@{i}", {"path": str(i)}) for i in range(32)))
     assert client.calls == []
     assert dict(client.workers[0].asked) == {f"p@{i}": {"path": str(i)} for i in range(32)}
@@ -105,10 +115,11 @@ async def test_who_leaves_an_engine_that_fails_is_told(monkeypatch):
 
 
 async def test_who_waits_no_longer_does_not_disturb_the_others():
-    client, table = FakeClient(prepare_s=0.05), models()
+    client, table = FakeClient(), models()
     engine = await VllmEngine.connect(client, table)
-    await ask_and_leave(engine, "p@1")
-    await asyncio.sleep(0.06)
+    end = await ask_and_leave(engine, client.workers[0], "p@1")
+    # What the worker says is read in order: the first load's end before the second one's.
+    end()
     await engine.prepare("p@2", {})
     assert list(table.lora_requests) == ["p@2"]
 
@@ -133,10 +144,15 @@ async def test_who_does_not_know_the_token_is_not_heard():
 
 async def test_a_name_that_a_worker_still_prepares_is_forgotten_after_that():
     """Its client left meanwhile: forgotten first, it would be ready then, for nobody."""
-    client, table = FakeClient(prepare_s=0.05), models()
+    client, table = FakeClient(), models()
     engine = await VllmEngine.connect(client, table)
-    await ask_and_leave(engine, "p@1")
-    await engine.forget("p@1")
+    end = await ask_and_leave(engine, client.workers[0], "p@1")
+    leaving = asyncio.create_task(engine.forget("p@1"))
+    # Turns in which it would be forgotten if nobody waited.
+    await asyncio.sleep(0.02)
+    assert not leaving.done()
+    end()
+    await leaving
     assert (client.workers[0].held, len(client.workers[0].asked), len(client.calls)) == (set(), 1, 1)
 
 
@@ -155,7 +171,7 @@ async def test_a_request_that_never_ends_does_not_hold_up_who_forgets():
         await engine.prepare(name, {})
     client.run("r1", "p@1")
     stuck = asyncio.create_task(engine.forget("p@1"))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await engine.forget("p@2")
         await engine.prepare("p@3", {})
     assert not stuck.done()
