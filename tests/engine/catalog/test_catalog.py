@@ -72,7 +72,7 @@ def test_several_processes_may_migrate_at_once(empty_catalog_url: str) -> None:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(30)
+        worker.join(120)
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
     assert Catalog(url).policies.page() == []
 
@@ -398,11 +398,15 @@ def test_a_revision_is_found_fast_among_many(catalog: Catalog) -> None:
     catalog.revisions.add_many([make_revision(f"{i:08x}") for i in range(20_000)])
     seconds = []
     for i in range(0, 20_000, 100):
-        started = time.perf_counter()
-        assert catalog.revisions.get("sorting", f"{i:08x}").digest == f"{i:08x}"
-        seconds.append(time.perf_counter() - started)
-    # Measured 0.07 ms, and 0.3 ms on Postgres; a scan would take 10 ms. A busy machine delays some of them.
-    assert statistics.median(seconds) < 0.003
+        each = []
+        for _ in range(5):
+            started = time.perf_counter()
+            assert catalog.revisions.get("sorting", f"{i:08x}").digest == f"{i:08x}"
+            each.append(time.perf_counter() - started)
+        # A scan takes its time each time; a busy machine delays most of them, but hardly all five.
+        seconds.append(min(each))
+    # Measured 0.02 ms, and 0.3 ms on Postgres. A scan of a policy's index takes SQLite 1.2 ms.
+    assert statistics.median(seconds) < (0.0005 if catalog.access.is_sqlite else 0.003)
 
 
 def test_a_damaged_layout_is_refused_until_it_is_whole_again(catalog: Catalog) -> None:
@@ -431,32 +435,39 @@ def test_nobody_waits_again_for_a_server_that_says_nothing(
     url = fresh_database(postgres_server)
     migrate(url)
     silent = socket.create_server(("127.0.0.1", 0))
-    with silent, closing(Catalog(url)) as catalog:
+    # Only a wait for the server takes time, so that no pause of the machine ends the back-off.
+    now, waited = 0.0, list[float]()
+    with silent, closing(Catalog(url)) as catalog, monkeypatch.context() as patch:
         catalog.access.engine.dispose()
-        monkeypatch.setattr(catalog_access, "SILENT_MOST_S", 4.0)
+        patch.setattr(catalog_access, "time", SimpleNamespace(monotonic=lambda: now))
 
         def elsewhere(*args: Any, **options: Any) -> object:
+            nonlocal now
             options |= {"host": "127.0.0.1", "port": silent.getsockname()[1]}
-            return psycopg.Connection.connect(*args, **options)
+            began = time.monotonic()
+            try:
+                return psycopg.Connection.connect(*args, **options)
+            finally:
+                waited.append(time.monotonic() - began)
+                now += waited[-1]
 
-        monkeypatch.setattr(TimeoutConnection, "connect", elsewhere)
+        patch.setattr(TimeoutConnection, "connect", elsewhere)
         asks = [
             # As a gateway that has followed the changes looks for more of them.
             partial(catalog.changes.since, 1),
             partial(catalog.routes.get, "sorting"),
             partial(catalog.tombstones.find, "sorting", "ab" * 32),
         ]
-        waited = []
         for ask in asks * 3:
-            began = time.monotonic()
             with pytest.raises(ServiceError):
                 ask()
-            waited.append(time.monotonic() - began)
+        # Each but the first is told at once: it does not even connect.
+        assert len(waited) == 1
         assert waited[0] > 1.0
-        # Each but the first is told at once; together they fit in the pause.
-        assert sum(waited[1:]) < 1.0
-        monkeypatch.undo()
-        time.sleep(4.0)
+        patch.undo()
+        patch.setattr(catalog_access, "time", SimpleNamespace(monotonic=lambda: now))
+        # As long as the first one waited, at most.
+        now += waited[0]
         with pytest.raises(NotFound):
             catalog.routes.get("sorting")
 
@@ -561,8 +572,9 @@ def test_a_restart_of_the_server_fails_nobody(postgres_server: str, kind: str) -
             connection.close()
         with psycopg.connect(url) as other:
             ended = other.execute(
-                "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
-                "WHERE datname = current_database() AND pid != pg_backend_pid()"
+                # Without a worker of autovacuum, which comes to each database from time to time.
+                "SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity WHERE datname = "
+                "current_database() AND pid != pg_backend_pid() AND backend_type = 'client backend'"
             ).fetchall()
         assert ended == [(True,)] * 3
         for _ in threads:
