@@ -31,7 +31,7 @@ def balanced(params: Params, engines: Sequence[str], folder: Path) -> Iterator[s
             preexec_fn=partial(die_with_parent, os.getpid()),
         )  # fmt: skip
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not _listens(port):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"HAProxy did not start:\n{(folder / 'haproxy.log').read_text()}")
@@ -39,7 +39,7 @@ def balanced(params: Params, engines: Sequence[str], folder: Path) -> Iterator[s
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 def _listens(port: int) -> bool:

@@ -21,7 +21,7 @@ from engine.process_reaper import die_with_parent
 
 # The server refuses to run as root; there, this user owns it.
 UNPRIVILEGED = "nobody"
-READY_S = 30
+READY_S = 120
 # No port, many short-lived catalogs, and nothing that must survive the machine.
 LIGHT = ("-c", "listen_addresses=", "-c", "max_connections=300", "-c", "fsync=off")
 
@@ -73,7 +73,7 @@ def postgres() -> Iterator[str]:
 def _wait(root: Path, server: subprocess.Popen) -> None:
     ready = [binaries() / "pg_isready", "-h", root, "-q"]
     deadline = time.monotonic() + READY_S
-    while subprocess.run(ready, check=False, timeout=10).returncode:
+    while subprocess.run(ready, check=False, timeout=60).returncode:
         if server.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"Postgres did not start: {(root / 'log').read_text()}")
         time.sleep(0.1)

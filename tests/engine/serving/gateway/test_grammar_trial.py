@@ -14,6 +14,7 @@ from engine.serving.gateway import grammar_trial
 from engine.serving.gateway.asgi import Refused
 from engine.serving.gateway.constraints import Constraint
 from engine.serving.gateway.grammar_trial import GrammarTrial
+from tests.helpers.live import eventually
 from tests.helpers.slow_schemas import slow_schema
 
 pytestmark = pytest.mark.long
@@ -55,6 +56,8 @@ async def test_what_takes_long_is_refused_and_others_are_compiled(trial: Grammar
     await trial.check([Constraint("json", "{"), Constraint("grammar", "root ::=")], "acme")
     (process,) = children()
 
+    # It waits for the next question: until then it may still compute after its answer.
+    assert eventually(lambda: process.status() == psutil.STATUS_SLEEPING)
     # Both verdicts are kept: nothing is compiled again.
     before = process.cpu_times()
     await trial.check(ALL_KINDS, "umbrella")
