@@ -179,6 +179,13 @@ class Served:
         headers = {"x-api-key": key or self.key}
         return self.http.request(method, f"{self.url}/api/v1{path}", headers=headers, **given)
 
+    def result(self, request_id: str) -> dict[str, Any]:
+        """Poll for a call's result as the SDK does: on a busy machine one poll may end before the call."""
+        poll = {"request_id": request_id}
+        while (answer := self.ask("POST", "/retrieve_future", json=poll)).status_code == 408:
+            pass
+        return answer.json()
+
     def raw(self, path: str, body: bytes, headers: dict[str, str]) -> httpx.Response:
         """Post bytes as they are."""
         return self.http.post(f"{self.url}/api/v1{path}", content=body, headers=headers)
