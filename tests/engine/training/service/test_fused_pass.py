@@ -25,7 +25,7 @@ from tests.helpers.trainer_service import ADAM, SETTINGS, data
 from tests.helpers.trainers import Live, Trainers, gradients
 from tests.helpers.training_sessions import same
 
-WAIT_S = 20
+WAIT_S = 60
 NEW = {**SETTINGS, "holder": "a"}
 # Policies of different rank, alpha and targets, and each with a loss of its own.
 SHAPES = (
