@@ -23,11 +23,13 @@ from engine.errors import (
     ServiceError,
 )
 from engine.planning import host
+from engine.threads import background
 from engine.training.model.lora import ResidentBase
 from engine.training.service import client, sessions, state, trainer
 from engine.training.service.app import make_app
 from engine.training.service.protocol import AdamParams, Datum, Request, SessionInfo, TensorData
 from engine.training.service.queue import KEPT
+from tests.helpers.live import eventually
 from tests.helpers.made_adapters import canonical, save
 from tests.helpers.trainer_service import ADAM, data, step
 from tests.helpers.trainers import NEW, Live, Trainers, bytes_of_new, gradients
@@ -330,12 +332,14 @@ def test_a_writer_is_heard_while_it_asks_for_its_result(live):
 def test_a_writer_keeps_its_lease_by_a_heartbeat(live, monkeypatch):
     monkeypatch.setattr(client, "HEARTBEAT_S", 0.02)
     first = live.client.create_session("one", "sums", **NEW)
-    live.known("one").heard -= sessions.LEASE_S - 1
-    before = live.known("one").heard
-    deadline = time.monotonic() + 20
-    while live.known("one").heard == before and time.monotonic() < deadline:
-        time.sleep(0.01)
+    known = live.known("one")
+    # Not read again after it was set: a heartbeat may come in between.
+    before = known.heard - (sessions.LEASE_S - 1)
+    known.heard = before
+    assert eventually(lambda: live.known("one").heard != before)
     assert live.known("one").heard > before + 20
+    # The close waits so long for a beat that is under way, which would renew the lease once more.
+    monkeypatch.setattr(client, "HEARTBEAT_S", 60)
     live.client.close()
     beat = {"session": "one", "fence": first.fence}
     with TestClient(make_app(live.trainer)) as http:
@@ -826,7 +830,8 @@ def test_a_client_waits_while_the_queue_is_full_and_counts_the_seconds(trainers,
         live.client.forward(session, data(1))
     assert live.client.backpressure_s == {}
     live.client.busy_s = 20
-    threading.Timer(0.5, release.set).start()
+    # A place becomes free once the client has been refused, however long it takes to ask.
+    background(lambda: eventually(lambda: live.client.backpressure_s) and release.set())
     began = time.monotonic()
     assert live.client.forward(session, data(1))
     assert 0 < live.client.backpressure_s["one"] <= time.monotonic() - began
