@@ -100,7 +100,7 @@ def test_an_engine_that_is_not_ready_gets_no_request(ours: Site) -> None:
     first, second = ours.fakes
     first.answers = second.answers = well
     first.is_ready = False
-    deadline, seen = time.monotonic() + 20, -1
+    deadline, seen = time.monotonic() + 60, -1
     while len(first.ids) != seen:
         assert time.monotonic() < deadline
         seen = len(first.ids)

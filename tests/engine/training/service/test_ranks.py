@@ -221,7 +221,7 @@ def test_a_launcher_without_an_address_is_refused(tmp_path: Path) -> None:
         env={**os.environ, **LOOPBACK, "WORLD_SIZE": "2", "RANK": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert told.returncode == ConfigError.exit_code
