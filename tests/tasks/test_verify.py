@@ -9,15 +9,19 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 import uvicorn
 
+from engine.catalog import leases
 from engine.catalog.catalog import Catalog, migrate
 from engine.catalog.opening import whole_catalog
+from engine.catalog.records import Lease
 from engine.clients.controller import ControllerClient
 from engine.controller import release_loop as loop
+from engine.controller import route_changes
 from engine.controller.__main__ import whole_app
 from engine.controller.release_loop import Controller
 from engine.controller.route_changes import GATE, LEASE, alone, controller_serves, take_lease
@@ -29,7 +33,7 @@ from engine.quality.probe import ProbeResult
 from engine.settings.params import Params
 from engine.settings.services import ControllerConfig
 from tasks.verify import record
-from tests.helpers.live import free_port
+from tests.helpers.live import eventually, free_port
 from tests.helpers.rows import NEW, OLD, THIRD, fill
 
 RIGHT = ProbeResult(True, "Reproduced within 1e-06 nats.", 1e-6, 1e-6, 0.5, 0.5, 1e-3, 1e-6)
@@ -129,28 +133,45 @@ def test_a_probe_is_acted_upon_by_whoever_writes_routes(
         ledger.close()
 
 
+def lease_of(catalog: Catalog) -> Lease:
+    lease = catalog.leases.find(LEASE)
+    assert lease
+    return lease
+
+
 @pytest.mark.long
-def test_nobody_else_changes_routes_while_one_does_alone(params: Params, catalog: Catalog) -> None:
-    with (
-        alone(params, catalog, lease_s=1.5),
-        pytest.raises(Conflict, match=r"lease.*1\.5 s"),
-        # Longer than the lease, which is renewed meanwhile.
-        alone(params, catalog, lease_s=1.5),
-    ):
-        raise AssertionError("unreachable")
+def test_nobody_else_changes_routes_while_one_does_alone(
+    params: Params, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The leases' clock is the test's: a pause of the machine, in which nobody renews, lets none expire.
+    now = [time.time()]
+    monkeypatch.setattr(leases, "time", SimpleNamespace(time=lambda: now[0]))
+    with alone(params, catalog, lease_s=1.5):
+        taken_until = lease_of(catalog).until
+        now[0] += 1.0
+        assert eventually(lambda: lease_of(catalog).until > taken_until)
+        # Later than the end of the lease that was taken; that it was renewed meanwhile keeps the other out.
+        now[0] = taken_until + 0.5
+        with pytest.raises(Conflict, match=r"lease.*1\.5 s"), alone(params, catalog, lease_s=1.5):
+            raise AssertionError("unreachable")
     with pytest.raises(ValueError, match="a fault"), alone(params, catalog):
         raise ValueError("a fault")
     assert take_lease(catalog, "a controller", 60) == 3
 
 
-def test_two_that_change_routes_alone_take_turns(params: Params, catalog: Catalog) -> None:
+def test_two_that_change_routes_alone_take_turns(
+    params: Params, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither is taken for a controller, which would be asked in vain."""
-    with alone(params, catalog):
+    # The second waits for as long as a lease takes: longer than the machine may stand still.
+    patient = partial(alone, lease_s=60.0)
+    monkeypatch.setattr(route_changes, "alone", patient)
+    with patient(params, catalog):
         second = threading.Thread(target=found, args=(params, catalog, OLD, WRONG))
         second.start()
         second.join(0.3)
         assert (second.is_alive(), controller_serves(catalog)) == (True, False)
-    second.join(30)
+    second.join(60)
     stone = catalog.tombstones.find("sorting", OLD)
     assert stone
     assert stone.by == GATE
