@@ -209,7 +209,7 @@ def test_a_release_waits_for_another_one_of_its_policy_if_it_may(
         with pytest.raises(TimeoutError):
             second.result(0.6)
         controller.decisions.hold(first.id, "bob", "lunch")
-        assert second.result(20)["revision"] == THIRD
+        assert second.result(60)["revision"] == THIRD
     assert controller.catalog.releases.get(first.id).reason == "lunch"
     # Its own release is no reason to wait.
     assert release_steps.start_release(controller.params, patient)["revision"] == THIRD
