@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from engine.catalog import policy_rows
 from engine.catalog.catalog import Catalog, Policy, Release, migrate
 from engine.controller.evidence import EvidenceReader
 from engine.controller.release_loop import Controller
@@ -92,7 +94,12 @@ class ManyPolicies:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[ManyPolicies]:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ManyPolicies]:
+    # The salts decide who meets a canary, and so what is drawn: the same in every run.
+    salts = itertools.count()
+    monkeypatch.setattr(
+        policy_rows, "secrets", SimpleNamespace(token_hex=lambda n: f"{next(salts):0{2 * n}x}")
+    )
     release = ReleaseConfig(max_s=MAX_S)
     params = Params(state_dir=tmp_path / "state", release=release)
     migrate(params.paths.catalog_url)
