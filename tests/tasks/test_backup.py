@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ from tests.engine.catalog.test_two_versions import migrate_as_a_newer_version
 from tests.helpers.backup_children import CALLS, FAULT
 from tests.helpers.command_line import graftwork
 from tests.helpers.kept_adapters import BASE, SHAPES, add_policy, keep, settings
-from tests.helpers.live import free_port
+from tests.helpers.live import eventually, free_port
 from tests.helpers.made_adapters import canonical
 from tests.helpers.postgres import fresh_database
 from tests.helpers.repository import ROOT
@@ -475,8 +476,14 @@ def wait_for_more(acknowledged: Callable[[], tuple[set[str], set[str], int]], tu
 def test_what_was_there_when_it_began_is_in_it_under_load(
     params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backing, "HANDED_OVER_S", 0.6)
     plain, waits = BackupPlace.write, random.Random(1)
+
+    def until_handed_over(_: float) -> None:
+        """Wait as long as it takes what is spooled by now to be handed over, also on a busy machine."""
+        spooled = list(params.paths.spool.glob("load-*.open"))
+        assert eventually(lambda: not any(file.exists() for file in spooled))
+
+    monkeypatch.setattr(backing, "time", SimpleNamespace(time=time.time, sleep=until_handed_over))
 
     def slowly(self: BackupPlace, name: str, data: bytes) -> None:
         # So that writers and gc get far while the files are copied.
@@ -811,7 +818,7 @@ class Children:
     def close(self) -> None:
         assert self.process.stdin
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 def is_gone(pid: int) -> bool:
