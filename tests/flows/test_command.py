@@ -370,7 +370,7 @@ def app():
     time.sleep(30)
 cli.main(app)
 """
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=20)
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=120)
     assert ended.returncode == code, ended.stderr
 
 

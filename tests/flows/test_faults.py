@@ -93,7 +93,7 @@ def assert_whole(params: Params, policy: str) -> None:
         assert all(abs(row["importance_ratio"] - 1) <= 1e-3 for row in rows)
         return sorted(row["step"] for row in rows)
 
-    assert eventually(lambda: recorded() == list(range(1, STEPS + 1)), 10), recorded()
+    assert eventually(lambda: recorded() == list(range(1, STEPS + 1))), recorded()
 
 
 @pytest.mark.parametrize("victim", VICTIMS)

@@ -104,7 +104,7 @@ def test_version_serves_from_another_state(people: Operated, quickstart: str, tm
             # As Ctrl-C.
             serving.send_signal(signal.SIGINT)
     assert serving.returncode == 130
-    assert eventually(lambda: not left_behind(tmp_path), 5), left_behind(tmp_path)
+    assert eventually(lambda: not left_behind(tmp_path)), left_behind(tmp_path)
     assert any("Effect probe: Reproduced" in line for line in said)
 
 

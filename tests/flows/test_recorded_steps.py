@@ -32,5 +32,5 @@ def test_a_step_that_was_stored_just_before_its_flow_died_is_recorded_by_the_nex
     for _ in range(2):
         assert loop.open_session(run).step == 1
     run.close()
-    assert eventually(recorded, 20)
+    assert eventually(recorded)
     assert recorded() == [1]

@@ -18,6 +18,8 @@ from tests.helpers.operated import Operated
 pytestmark = [pytest.mark.heavy(minutes=9), pytest.mark.timeout(600)]
 
 
+# For how long a page may load beside other tests, which is also the limit of each step on it.
+PAGE_MS = 120_000
 # What a caller without a login reached before there were logins.
 STRANGERS = [
     # For the lack of a CSRF token, before the login is looked at.
@@ -89,26 +91,28 @@ def test_people_log_in_to_the_pages(people: Operated, quickstart: str, chromium:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page()
+        page.set_default_timeout(PAGE_MS)
         page.goto(logins["prefect"]["address"])
         page.get_by_label("Password").or_(page.locator("input[type=password]")).first.fill(
             logins["prefect"]["password"]
         )
         page.keyboard.press("Enter")
         page.goto(f"{logins['prefect']['address']}/deployments")
-        page.get_by_text("create_policy").first.wait_for(timeout=30_000)
+        page.get_by_text("create_policy").first.wait_for()
         for service, shown in (("mlflow", "Model"), ("controller", "Policies")):
             login = logins[service]
             known = {"username": login["user"], "password": login["password"]}
             page = browser.new_context(http_credentials=known).new_page()
+            page.set_default_timeout(PAGE_MS)
             page.goto(login["address"])
-            page.get_by_text(shown).first.wait_for(timeout=30_000)
+            page.get_by_text(shown).first.wait_for()
             with pytest.raises(PlaywrightError, match="INVALID_AUTH_CREDENTIALS"):
                 browser.new_context().new_page().goto(login["address"])
         browser.close()
 
 
 def test_a_run_whose_heartbeats_stopped_is_marked_as_crashed(people: Operated, dead: str) -> None:
-    state = people.wait(dead, seconds=180)
+    state = people.wait(dead, seconds=400)
     assert state["type"] == "CRASHED"
     assert "process is gone" in state["message"]
 
