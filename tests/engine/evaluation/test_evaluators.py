@@ -49,7 +49,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_a_function_scores_answers_or_has_a_fault(module: str) -> None:
-    evaluator = FunctionEvaluator(f"python:{module}:acts", 10)
+    evaluator = FunctionEvaluator(f"python:{module}:acts", 60)
     said = {}
     for case in ("half", "numbers", "raises", "text", "one", "few", "much", "dies", "half"):
         scored = evaluator.score(case, ["0.25", "1"], {})
@@ -83,7 +83,7 @@ def test_what_is_no_function_is_refused_by_name() -> None:
 
 
 def test_a_verifier_scores_where_it_needs_no_expected_answer(module: str) -> None:
-    evaluator = VerifierEvaluator(f"python:{module}:rule", 5)
+    evaluator = VerifierEvaluator(f"python:{module}:rule", 60)
     assert evaluator.score("q", ["q", "other"], {}).scores == [1.0, 0.0]
     evaluator.close()
     with pytest.raises(ConfigError, match=r"numeric.*expected answer"):
@@ -129,7 +129,7 @@ def said(content: str, **more: Any) -> tuple[int, bytes]:
 
 def judged(reply: Reply, *answers: str, key: str = "") -> tuple[Scored, JudgeServer]:
     server = JudgeServer(reply)
-    judge = Judge(server.url, "m", "Be right.", 2, key)
+    judge = Judge(server.url, "m", "Be right.", 60, key)
     try:
         return judge.score("What is 1 + 1?", answers, {}), server
     finally:

@@ -73,14 +73,14 @@ def test_kills_of_evaluators_controller_and_engine_lose_and_double_nothing(brake
         killed, functions = live.evaluator()
         assert [one.nice() for one in (killed, *functions)] == [10, 10]
         killed.kill()
-        assert eventually(lambda: have_ended(functions), 5)
+        assert eventually(lambda: have_ended(functions))
         assert goes_on(live, release)
 
         alone, functions = live.evaluator()
         assert alone.pid != killed.pid
         gone = reaper_of(live.params, "controller")
         processes_of(live.params, "controller")[0].kill()
-        assert eventually(lambda: have_ended([alone, *functions]), 15)
+        assert eventually(lambda: have_ended([alone, *functions]))
         await_return(live.params, "controller", gone)
         assert goes_on(live, release)
         assert len(live.evaluators()) == 1
@@ -99,7 +99,7 @@ def test_kills_of_evaluators_controller_and_engine_lose_and_double_nothing(brake
     assert [one for one in users.asked if one.fault and (one.ended < killed_at or one.sent > back_at)] == []
     assert sum(one.sent > back_at for one in users.asked) > 20
     assert live.row(TWICE) == (0,)
-    assert eventually(lambda: not live.evaluators(), 15)
+    assert eventually(lambda: not live.evaluators())
 
 
 def test_a_budget_counts_what_was_spent_before_a_kill(braked: Braked) -> None:
