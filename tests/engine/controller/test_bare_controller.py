@@ -9,6 +9,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from engine.catalog.catalog import Catalog, migrate
+from engine.controller import release_loop
 from engine.controller.api import build_app
 from engine.controller.release_loop import Controller
 from engine.settings.params import Params
@@ -36,8 +37,15 @@ def bare(tmp_path: Path) -> Iterator[Controller]:
     [(1.0, "promoted", "promote", NEW), (0.0, "rolled_back", "rollback", OLD)],
 )
 def test_a_release_reaches_its_verdict(
-    bare: Controller, reward: float, state: str, verdict: str, champion: str
+    bare: Controller,
+    monkeypatch: pytest.MonkeyPatch,
+    reward: float,
+    state: str,
+    verdict: str,
+    champion: str,
 ) -> None:
+    # Its loop turns by hand, so it would count as stalled after five seconds of any pause.
+    monkeypatch.setattr(release_loop, "STALLED_S", 60.0)
     key = bare.catalog.keys.ensure_local(bare.params.paths.local_key)
     web = TestClient(build_app(bare), headers={"Authorization": f"Bearer {key}"})
     body = {"policy": "sorting", "digest": NEW, "skip_gates": {"score": "none here"}}

@@ -10,6 +10,7 @@ from fastapi.testclient import TestClient
 
 from engine.catalog.catalog import migrate
 from engine.controller import alarms as alarms_of
+from engine.controller import release_loop
 from engine.controller.__main__ import whole_app
 from engine.controller.alarms import alarms
 from engine.controller.release_loop import Controller
@@ -28,6 +29,8 @@ def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cont
     migrate(params.paths.catalog_url)
     # What runs beside other tests is none of this controller's.
     monkeypatch.setattr(alarms_of, "WORKS", {})
+    # Its loop does not turn, so it would count as stalled after five seconds of any pause.
+    monkeypatch.setattr(release_loop, "STALLED_S", 60.0)
     controller = Controller(params, "test")
     yield controller
     controller.close()

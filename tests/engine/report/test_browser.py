@@ -112,6 +112,8 @@ def page(browser: Browser, trap: Trap) -> Iterator[Page]:
     """A page whose every request that is not to this machine goes into the trap."""
     caught = {"server": f"http://127.0.0.1:{trap.port}", "bypass": "127.0.0.1"}
     page = browser.new_page(viewport={"width": 1280, "height": 900}, proxy=caught, http_credentials=LOGIN)
+    # In milliseconds; a browser that shares two cores may need more than its thirty seconds.
+    page.set_default_timeout(120_000)
     yield page
     page.close()
 
@@ -295,7 +297,7 @@ def test_without_a_browser_the_last_line_says_so() -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout

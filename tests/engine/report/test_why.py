@@ -53,8 +53,10 @@ def emit(spool: Spool) -> None:
 
 
 @pytest.fixture
-def params(tmp_path: Path) -> Params:
+def params(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Params:
     """A champion with a parent, of which users, a suite and a training run are known; nothing runs."""
+    # What answers is a thread of this process, and stands still with it.
+    monkeypatch.setattr(look, "TIMEOUT_S", 60.0)
     params = Params(
         state_dir=tmp_path / "state",
         mlflow=MlflowConfig(port=free_port()),
