@@ -82,7 +82,7 @@ def interrupt(
         code = process.wait(timeout=120)
     seconds = time.monotonic() - began
     # What a killed job leaves is ended by its reapers; else the kernel needs a moment.
-    eventually(lambda: not left_behind(params.parent), 60 if number == signal.SIGKILL else 5)
+    eventually(lambda: not left_behind(params.parent))
     return Interrupted(code if code >= 0 else 128 - code, seconds, left_behind(params.parent))
 
 
