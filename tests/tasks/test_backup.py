@@ -476,11 +476,12 @@ def wait_for_more(acknowledged: Callable[[], tuple[set[str], set[str], int]], tu
 def test_what_was_there_when_it_began_is_in_it_under_load(
     params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, waits = BackupPlace.write, random.Random(1)
+    plain, waits, handed_over = BackupPlace.write, random.Random(1), []
 
     def until_handed_over(_: float) -> None:
         """Wait as long as it takes what is spooled by now to be handed over, also on a busy machine."""
         spooled = list(params.paths.spool.glob("load-*.open"))
+        handed_over.append(spooled)
         assert eventually(lambda: not any(file.exists() for file in spooled))
 
     monkeypatch.setattr(backing, "time", SimpleNamespace(time=time.time, sleep=until_handed_over))
@@ -505,6 +506,7 @@ def test_what_was_there_when_it_began_is_in_it_under_load(
             assert found["routes"][-1].version >= version
             with opened(there) as state:
                 assert all(state.is_whole(row) for row in found["rows"])
+    assert len(handed_over) == 3
 
 
 def test_gc_removes_nothing_while_a_backup_runs(params: Params, tmp_path: Path) -> None:
