@@ -19,7 +19,7 @@ from engine.problems.procedural import Problem, split
 from engine.problems.verifiers import Verifier
 from engine.settings.params import Params, load_params
 from engine.settings.policies import PolicyConfig
-from tasks.simulated_users import Crowd, Population, ask, users
+from tasks.simulated_users import Crowd, Population, ask, users, wait_for_release
 from tests.helpers.command_line import graftwork
 from tests.helpers.json_server import JsonAnswers
 from tests.helpers.live import eventually
@@ -104,8 +104,6 @@ class Site(JsonAnswers, BaseHTTPRequestHandler):
             "state": "promoted" if len(self.rated) >= (self.enough or 0) else "running",
         }  # fmt: skip
         if self.path.startswith("/releases?"):
-            # Seconds that begin with this look may pass without a user while the machine stands still.
-            assert eventually(lambda: self.asked)
             return self.reply([] if self.enough is None else [release | {"state": "running"}])
         self.reply(release if self.path.startswith("/releases/") else {"id": "sums"})
 
@@ -210,6 +208,18 @@ def test_it_ends_with_the_release_and_prints_its_verdict(site: Path) -> None:
     assert told["unanswered"] == 0
 
 
+@pytest.fixture
+def late(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a command's seconds begin with its first user: none may come where the machine stands still."""
+
+    def wait(*given: Any) -> Any:
+        assert eventually(lambda: Site.asked)
+        return wait_for_release(*given)
+
+    monkeypatch.setattr("tasks.simulated_users.wait_for_release", wait)
+
+
+@pytest.mark.usefixtures("late")
 def test_without_a_release_it_ends_after_its_seconds(site: Path) -> None:
     done = graftwork("simulate", "sums", "--rate", "20", "--seconds", "1", "--params", str(site))
     assert done.returncode == 0, done.stderr
@@ -217,6 +227,7 @@ def test_without_a_release_it_ends_after_its_seconds(site: Path) -> None:
     assert "verdict" not in done.stdout
 
 
+@pytest.mark.usefixtures("late")
 def test_a_user_without_an_answer_fails_the_command(site: Path) -> None:
     Site.fails = True
     done = graftwork("simulate", "sums", "--seconds", "1", "--params", str(site))
