@@ -52,6 +52,9 @@ async def ask(port: int, *pieces: bytes, wait_s: float = 0.0) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         for piece in pieces:
+            # After a pause it may know of the close and of the refusal of its last piece at once.
+            if writer.is_closing():
+                break
             writer.write(piece)
             await writer.drain()
             await asyncio.sleep(wait_s)
