@@ -243,22 +243,29 @@ def test_who_asks_again_waits_for_the_same_removal(
 ) -> None:
     emit_gone(users)
     assert soon(params, "SELECT count(*) FROM observations", [(20,)])
+    waiting, background = list[float](), ledger_files.background
+
+    def noted(work: Any) -> Future[Any]:
+        future = background(work)
+        result = future.result
+
+        def waited_for(seconds: float) -> Any:
+            waiting.append(seconds)
+            return result(seconds)
+
+        monkeypatch.setattr(future, "result", waited_for)
+        return future
+
+    monkeypatch.setattr(ledger_files, "background", noted)
     with slow_rewrite(monkeypatch) as slow:
         with monkeypatch.context() as patch:
             patch.setattr(ledger_files, "ANSWER_S", 0.1)
             with pytest.raises(ServiceError, match="sk again"):
                 controller.files.purge("gone")
-        asked, start = list[Future[Any]](), controller.files._start
-
-        def noted(*given: Any) -> Future[Any]:
-            asked.append(future := start(*given))
-            return future
-
-        monkeypatch.setattr(controller.files, "_start", noted)
         again = [begin(controller, "purge") for _ in range(2)]
         assert slow.begun.wait(LIMIT_S)
         # Both have asked before it ends: who asks later asks for another removal.
-        assert eventually(lambda: len(asked) == 2)
+        assert eventually(lambda: len(waiting) == 3)
         slow.go_on.set()
         answers = [one.result(LIMIT_S) for one in again]
     assert slow.times == 1

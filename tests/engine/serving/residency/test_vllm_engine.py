@@ -29,7 +29,7 @@ async def ask_and_leave(engine, worker, name):
     worker.prepare = prepare
     left.cancel()
     await asyncio.gather(left, return_exceptions=True)
-    return partial(worker._end, *under_way[0])
+    return partial(worker.end, *under_way[0])
 
 
 async def test_a_load_waits_for_no_step():
