@@ -3,8 +3,8 @@
 A writer appends JSON lines to a file of its own and holds a lock on it (`.open`); a file that is
 full or old enough is renamed to `.jsonl`. A reader takes `.jsonl` files, and `.open` files whose
 writer is dead and whose lock is therefore free. An event is acknowledged once `emit` returns: it then
-survives a kill of the writer. Where the controller is on another machine, the writer's thread also sends the
-files (`sender.py`).
+survives a kill of the writer. The writer's thread has the next file ready, so that no event waits for one.
+Where the controller is on another machine, it also sends the files (`sender.py`).
 """
 
 import contextlib
@@ -76,10 +76,10 @@ class Spool:
 
     def _hand_over(self) -> None:
         with self._lock:
+            if self._fd is None or not self._size:
+                return
             fd, path = self._fd, self._path
             self._fd = None
-        if fd is None:
-            return
         try:
             os.fsync(fd)
             path.rename(path.with_suffix(".jsonl"))
@@ -89,11 +89,25 @@ class Spool:
 
     def close(self) -> None:
         """Hand the written events over and end the threads."""
-        for thread in self._threads:
+        with self._lock:
+            threads, self._threads = self._threads, []
+        for thread in threads:
             thread.stop()
         self.rotate()
+        with self._lock:
+            if self._fd is not None and not self._size and self._pid == os.getpid():
+                self._path.unlink(missing_ok=True)
+                os.close(self._fd)
+                self._fd = None
         if self._send is not None:
             self._send()
+
+    def _turn(self) -> None:
+        """Hand over what is written, and have a file ready for the next event."""
+        self.rotate()
+        with self._lock:
+            if self._fd is None and self._threads:
+                self._open()
 
     def _append(self, line: bytes) -> None:
         if self._pid != os.getpid():
@@ -115,7 +129,7 @@ class Spool:
 
     def _start_threads(self) -> None:
         self._pid = os.getpid()
-        self._threads = [PeriodicThread(f"spool-{self._writer}", ROTATE_S, self.rotate, at_once=False)]
+        self._threads = [PeriodicThread(f"spool-{self._writer}", ROTATE_S, self._turn, at_once=False)]
         if self._send is not None:
             name = f"spool-{self._writer}-send"
             self._threads.append(PeriodicThread(name, ROTATE_S, self._send, at_once=False))

@@ -21,6 +21,7 @@ from engine.ledger.ledger import OF_ANSWERS, Ledger, Spool, open_snapshot
 from engine.ledger.spool import OLDEST_NEW_S, ready_files
 from tests.helpers.children import children
 from tests.helpers.history import step_row
+from tests.helpers.live import eventually
 from tests.helpers.state_of_265b009 import ledger_of_265b009
 
 
@@ -126,6 +127,19 @@ def test_the_files_of_a_live_writer_are_left_alone(spool: Spool, ledger: Ledger)
     assert [path.suffix for path in spool.root.iterdir()] == [".jsonl"]
     assert ledger.ingest(spool.root) == 1
     assert list(spool.root.iterdir()) == []
+
+
+def test_an_event_finds_a_file_ready_and_a_closed_spool_leaves_none(spool: Spool) -> None:
+    spool.emit("feedback", request_id="r", reward=1.0, key="k")
+    assert eventually(lambda: {path.suffix for path in spool.root.iterdir()} == {".jsonl", ".open"}, 60)
+    (ready,) = spool.root.glob("*.open")
+    with ready.open("rb") as file:
+        assert file.read() == b""
+        spool.emit("feedback", request_id="s", reward=1.0, key="k")
+        assert b'"request_id":"s"' in file.read()
+    assert eventually(lambda: len(list(spool.root.glob("*.jsonl"))) == 2, 60)
+    spool.close()
+    assert [path.suffix for path in spool.root.iterdir()] == [".jsonl"] * 2
 
 
 def test_a_file_that_a_killed_writer_only_made_goes_after_an_hour(tmp_path: Path) -> None:
