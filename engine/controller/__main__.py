@@ -5,6 +5,7 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -43,14 +44,16 @@ from engine.settings.params import Params, load_params
 from engine.threads import PeriodicThread, background
 
 
-def whole_controller(params: Params, holder: str) -> Controller:
+def whole_controller(
+    params: Params, holder: str, evaluate: Callable[[bool], object] = lambda _: None
+) -> Controller:
     """Return the loop with every optional part: chores, notifications of releases, several engines."""
 
     def reader(catalog: Catalog) -> EvidenceReader:
         return EvidenceReader(catalog, without=Fleet(catalog).without)
 
     on_change = [partial(released, site=params.url("controller"))]
-    return Controller(params, holder, upkeep(params), on_change, reader, whole_catalog)
+    return Controller(params, holder, upkeep(params), on_change, reader, whole_catalog, evaluate)
 
 
 def whole_app(controller: Controller, mirror: AliasMirror) -> FastAPI:
@@ -77,7 +80,6 @@ def work_beside(controller: Controller) -> list[PeriodicThread]:
         HealthMonitor(catalog, params),
         MissedRuns(prefect, controller.metrics.registry),
         AlarmWatch(controller),
-        EvaluationProcess(params, catalog),
     ]
     if params.controller.archive:
         place = BackupPlace(params.controller.archive, "The ledger's archive")
@@ -98,7 +100,8 @@ def serve(params: Params) -> None:
     holder = f"{socket.gethostname()}:{params.paths.root}"
     with open_catalog(params.paths) as catalog:
         outlast_lease(catalog, holder)
-    controller = whole_controller(params, holder)
+    evaluation = EvaluationProcess(params)
+    controller = whole_controller(params, holder, evaluation.need)
     controller.catalog.keys.ensure_local(params.paths.local_key)
     mirror = alias_mirror(controller)
     beside = [mirror, *work_beside(controller)]
@@ -126,6 +129,8 @@ def serve(params: Params) -> None:
             thread.stop()
         controller.stop()
         fault = turning.exception()
+        # The loop, which has ended, might have started it.
+        evaluation.stop()
         controller.close()
     if fault:
         raise fault

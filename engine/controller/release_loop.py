@@ -31,6 +31,7 @@ from engine.controller.route_changes import LEASE, LEASE_S, take_lease
 from engine.errors import Conflict, ServiceError
 from engine.ledger.ledger import Ledger, Spool
 from engine.settings.params import Params
+from engine.settings.releases import ReleaseConfig
 from engine.threads import LoopRequests
 from engine.work_metrics import WorkMetrics
 
@@ -82,11 +83,13 @@ class Controller:
         on_change: Sequence[OnChange] = (),
         reader: Callable[[Catalog], EvidenceReader] = EvidenceReader,
         catalog: Callable[[str], Catalog] = Catalog,
+        evaluate: Callable[[bool], object] = lambda _: None,
     ):
         """Open catalog, ledger and spool; raises `Conflict` while another process holds ledger or lease.
 
         `on_change` is told of each release that has changed, `reader` makes what reads the evidence,
-        `catalog` opens the catalog at a URL.
+        `catalog` opens the catalog at a URL, `evaluate` is told when the first release with evaluators runs
+        and when none does any more.
         """
         self.params = params
         self.metrics = ControllerMetrics()
@@ -104,6 +107,7 @@ class Controller:
         self.files = LedgerFiles(params.paths, self.on_ledger, self.tell)
         self.reader = reader(self.catalog)
         self.chores = chores
+        self._evaluate, self._is_evaluated = evaluate, False
         self._holder = holder
         self._fence = take_lease(self.catalog, holder, LEASE_S)
         self._stopped = threading.Event()
@@ -112,8 +116,9 @@ class Controller:
         self._caught_up = False
         # Epoch seconds of the start, and of the newest ingest that took everything.
         self.started_at, self.ingested_at = time.time(), 0.0
-        # Releases that were there before the last whole ingest began.
+        # Releases that were there before the last whole ingest began, and those of the last turn.
         self._ready: set[str] = set()
+        self._running: set[str] = set()
 
     def run(self) -> None:
         """Repeat `tick` until `stop`; raises `Conflict` when another controller has taken the lease."""
@@ -210,7 +215,10 @@ class Controller:
     def _look_at_releases(self) -> None:
         releases = self.catalog.releases.all(open_only=True)
         self.metrics.releases.set(len(releases))
-        self._forget_all_but({release.id for release in releases})
+        running = {release.id for release in releases}
+        self._forget_all_but(running)
+        if running != self._running:
+            self._part("evaluators", partial(self._tell_evaluation, releases))
         if releases and self.ledger is None:
             raise ServiceError("The ledger cannot be opened. Releases wait until it can; nothing is lost.")
         for release in releases:
@@ -218,6 +226,12 @@ class Controller:
             if release.id in self._ready:
                 every_s = SHADOW_S if release.step == "shadow" else 0.0
                 self._part(f"release {release.id}", partial(self._advance, release), every_s)
+
+    def _tell_evaluation(self, releases: Sequence[Release]) -> None:
+        is_evaluated = any(ReleaseConfig.stored(one.settings).asked_evaluators for one in releases)
+        if is_evaluated != self._is_evaluated:
+            self._evaluate(is_evaluated)
+        self._running, self._is_evaluated = {release.id for release in releases}, is_evaluated
 
     def _advance(self, release: Release) -> None:
         """Read a release's evidence, decide, apply; again until it waits or ends."""

@@ -4,28 +4,32 @@ import logging
 import subprocess
 import sys
 
-from engine.catalog.catalog import Catalog
 from engine.settings.params import Params
-from engine.settings.releases import ReleaseConfig
 from engine.threads import PeriodicThread
 
 EVERY_S, STOP_S = 1.0, 5.0
 log = logging.getLogger("graftwork.controller")
 
 
-class EvaluationProcess(PeriodicThread):
+class EvaluationProcess:
     """Starts the process when a release needs it, again when it has died, and ends it when none does."""
 
-    def __init__(self, params: Params, catalog: Catalog):
-        super().__init__("evaluation-process", EVERY_S, self.look)
-        self._params, self._catalog = params, catalog
+    def __init__(self, params: Params):
+        self._params, self._is_needed = params, False
+        self._thread: PeriodicThread | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
+    def need(self, is_needed: bool) -> None:
+        """Have the process run from now on, or no more; a thread sees to it."""
+        self._is_needed = is_needed
+        if self._thread is None:
+            self._thread = PeriodicThread("evaluation-process", EVERY_S, self.look)
+            self._thread.start()
+        self._thread.wake()
+
     def look(self) -> None:
-        """Start or end the process, as the running releases need it."""
-        running = self._catalog.releases.all(open_only=True)
-        is_needed = any(ReleaseConfig.stored(one.settings).asked_evaluators for one in running)
-        if not is_needed:
+        """Start or end the process, as it is needed."""
+        if not self._is_needed:
             return self.end()
         if self._process is not None and (status := self._process.poll()) is not None:
             log.error("The evaluators' process ended with %s and is started again.", status)
@@ -37,7 +41,8 @@ class EvaluationProcess(PeriodicThread):
 
     def stop(self) -> None:
         """End the thread and the process."""
-        super().stop()
+        if self._thread is not None:
+            self._thread.stop()
         self.end()
 
     def end(self) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,25 @@ def test_a_release_without_evaluators_has_no_shadow(controller: Controller) -> N
 def test_an_evaluator_that_decides_nothing_makes_no_shadow(controller: Controller) -> None:
     assert start(controller, evaluators={"sums": SUMS | {"decides": "nothing"}}).step == "canary"
     assert start(controller, evaluators={"resolved": {"kind": "metric"}}).step == "canary"
+
+
+def test_the_evaluators_process_is_needed_while_a_release_has_evaluators(params: Params) -> None:
+    """It is told once of the begin and once of the end, and nothing of releases without evaluators."""
+    migrate(params.paths.catalog_url)
+    fill(Catalog(params.paths.catalog_url))
+    told: list[bool] = []
+    with closing(whole_controller(params, "test", told.append)) as controller:
+        without = start(controller, evaluators={})
+        controller.tick()
+        controller.decisions.hold(without.id, "not now", "me")
+        controller.tick()
+        assert told == []
+        evaluated = start(controller)
+        controller.tick()
+        assert told == [True]
+        controller.decisions.hold(evaluated.id, "not now", "me")
+        controller.tick()
+    assert told == [True, False]
 
 
 def test_harm_in_the_shadow_ends_the_release_before_a_user_meets_it(
