@@ -97,6 +97,8 @@ def test_people_log_in_to_the_pages(people: Operated, quickstart: str, chromium:
             logins["prefect"]["password"]
         )
         page.keyboard.press("Enter")
+        # The form goes once the login is kept; before, another page would ask for it again.
+        page.locator("input[type=password]").wait_for(state="detached")
         page.goto(f"{logins['prefect']['address']}/deployments")
         page.get_by_text("create_policy").first.wait_for()
         for service, shown in (("mlflow", "Model"), ("controller", "Policies")):
