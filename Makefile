@@ -18,9 +18,9 @@ comma := ,
 # uv takes a quarter of pip's time. It does not read pip's configuration, such as a mirror; where it fails, pip goes on.
 install = $(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode -c constraints.txt $(1) 2> /dev/null \
   || $(PIP) install --quiet -c constraints.txt $(1)
-# One worker more than there are cores, since tests wait for services, and four at most: each may hold engines
+# Two workers more than there are cores, since tests wait for services, and four at most: each may hold engines
 # of its own. A file's tests stay on one worker.
-WORKERS ?= $(shell cores=$$(nproc); echo $$(( cores < 3 ? cores + 1 : 4 )))
+WORKERS ?= $(shell cores=$$(nproc); echo $$(( cores < 2 ? 3 : 4 )))
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10
 # The long forms of tests, and property tests on new cases. A full check runs on the real engine, so it has
 # hours; a fast test has pytest's default.
