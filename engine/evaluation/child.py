@@ -41,8 +41,11 @@ class EvaluationProcess:
 
     def stop(self) -> None:
         """End the thread and the process."""
+        self._is_needed = False
         if self._thread is not None:
             self._thread.stop()
+            # It might be about to start the process.
+            self._thread.join()
         self.end()
 
     def end(self) -> None:
