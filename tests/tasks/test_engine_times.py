@@ -101,6 +101,7 @@ def publish(folder: Path, count: int) -> None:
     catalog.close()
 
 
+@pytest.mark.long
 def test_a_running_engines_times_are_written_for_calibrate(params: Path) -> None:
     publish(params.parent, POLICIES)
     file = params.parent / "engine.json"

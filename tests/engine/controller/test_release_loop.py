@@ -273,6 +273,7 @@ def test_without_feedback_scores_and_the_other_guards_promote(controller: Contro
     assert ONE_KEY in ended.reason
 
 
+@pytest.mark.long
 def test_evidence_grows_the_same_after_a_restart(
     controller: Controller, params: Params, users: Users
 ) -> None:

@@ -62,6 +62,7 @@ def small(base, **more) -> dict:
     }
 
 
+@pytest.mark.long
 def test_an_adapter_from_elsewhere_becomes_a_revision_by_the_command(tiny_base, tmp_path):
     base = BaseShapes.read(tiny_base)
     tensors = small(base, ranks={module: 1 + i % 4 for i, module in enumerate(base.linear)})
@@ -147,6 +148,7 @@ def merged(base: Path, tensors: dict, probe: Probe) -> list[list[float]]:
 
 @pytest.mark.usefixtures("no_peft")
 @pytest.mark.parametrize("layout", ["per-expert", "megatron-3d", "shared-outer"])
+@pytest.mark.long
 def test_adapters_of_experts_and_latent_attention_are_imported_with_a_probe(expert_base, tmp_path, layout):
     name, path = expert_base
     params, base = settings_of(path, tmp_path / "state"), BaseShapes.read(path)

@@ -44,6 +44,7 @@ def test_the_term_of_a_draw_expects_the_mean_whatever_is_predicted(known: int, u
     assert probability_R.min() >= uniform / len(unread_R) - 1e-12
 
 
+@pytest.mark.long
 def test_an_interval_of_the_task_holds_whatever_is_predicted() -> None:
     """Here the opposite of what is true."""
     _, own_N, parent_N = history(40, seed=0)

@@ -19,6 +19,7 @@ ALL = (*LOADS, COLD_LOAD)
 STORE = StoreModel(fetch_s=0.1, spread=0.0, faults=0.0)
 
 
+@pytest.mark.long
 def test_the_times_of_a_simulated_engine_are_found_again() -> None:
     found = fitted([simulated(size, STEPS, STORE) for size in ALL], STEPS)
     for name in ("step_s", "token_s", "adapter_s", "request_s", "load_s"):
@@ -29,6 +30,7 @@ def test_the_times_of_a_simulated_engine_are_found_again() -> None:
     assert (found["rows"], found["budget"]) == (STEPS.rows, STEPS.budget)
 
 
+@pytest.mark.long
 def test_the_spread_of_steps_is_found_again_and_leaves_the_means() -> None:
     varied = replace(STEPS, step_spread=0.3)
     # Of random numbers that the fit does not use; few requests show a spread, so each load is taken thrice.
@@ -37,6 +39,7 @@ def test_the_spread_of_steps_is_found_again_and_leaves_the_means() -> None:
     assert found["step_s"] == pytest.approx(STEPS.step_s, rel=0.1)
 
 
+@pytest.mark.long
 def test_an_engine_of_few_rows_is_fitted_with_its_rows() -> None:
     few = replace(STEPS, rows=4, budget=64)
     found = fitted([simulated(size, few, STORE) for size in LOADS], few)
@@ -45,6 +48,7 @@ def test_an_engine_of_few_rows_is_fitted_with_its_rows() -> None:
         assert found[name] == pytest.approx(getattr(few, name), rel=0.1)
 
 
+@pytest.mark.long
 def test_an_engine_whose_gateway_is_slow_is_answered_for() -> None:
     wanted = [simulated(size, GATEWAY, STORE) for size in ALL]
     found = fitted(wanted, GATEWAY)
@@ -55,6 +59,7 @@ def test_an_engine_whose_gateway_is_slow_is_answered_for() -> None:
         assert (got.wait_s, got.rest_s) == pytest.approx((one.wait_s, one.rest_s), rel=0.15)
 
 
+@pytest.mark.long
 def test_without_cold_requests_nothing_is_said_of_loads() -> None:
     found = fitted([simulated(size, STEPS, STORE) for size in LOADS], STEPS)
     assert not {"load_s", "fetch_s"} & found.keys()

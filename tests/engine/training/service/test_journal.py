@@ -14,6 +14,7 @@ DIGITS = 64
 ALLOCATED = 4_096
 
 
+@pytest.mark.long
 def test_the_ten_thousandth_step_costs_what_the_tenth_cost(tmp_path: Path) -> None:
     early, late, size, last = in_own_process(work_of_steps, tmp_path, EARLY, LATE)
     assert late.calls == early.calls
