@@ -453,6 +453,8 @@ async def test_a_second_try_that_cannot_be_written_leaves_those_of_the_first(
 ):
     """Where a budget refuses, what has ended is written first; an error then is of the refused ones alone."""
     meter, wide, tight = world.state.meter, world.key(), limited(world, tokens_per_day=100)
+    # Nothing else writes what has ended, however long the test stands still.
+    monkeypatch.setattr(usage_rows, "SETTLED_S", 3600.0)
 
     def large(id: str) -> Call:
         call = world.call(tight, id)
