@@ -106,15 +106,19 @@ def observed(engine: RunningEngine, request_id: str) -> dict[str, Any]:
 
 
 @contextmanager
-def stopped_core(engine: RunningEngine) -> Iterator[None]:
+def stopped(core: psutil.Process) -> Iterator[None]:
     """Stop the process that computes tokens; the one that answers requests runs."""
-    started = psutil.Process(engine.process.pid).children(recursive=True)
-    (core,) = (process for process in started if "EngineCore" in process.name())
     core.suspend()
     try:
         yield
     finally:
         core.resume()
+
+
+def core_of(engine: RunningEngine) -> psutil.Process:
+    started = psutil.Process(engine.process.pid).children(recursive=True)
+    (core,) = (process for process in started if "EngineCore" in process.name())
+    return core
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -136,7 +140,7 @@ def test_every_api_tells_its_end_and_who_leaves_pays(
         if path == "/v1/responses":
             body["tools"] = [{"type": "function", "name": "f", "parameters": bill}]
         # A stopped worker cannot end the answer before its user leaves.
-        with stopped_core(engine):
+        with stopped(core_of(engine)):
             with client.stream("POST", path, json=body) as leaving:
                 assert leaving.status_code == 200
                 if path == "/v1/responses":
@@ -322,22 +326,23 @@ def requests_of(engine: RunningEngine) -> int:
 async def test_a_client_that_leaves_pays_for_what_was_computed(
     engine: RunningEngine, policy: str, tenant: str
 ):
-    body = {"model": policy, "prompt": [7, 8, 9], "max_tokens": 240, "ignore_eos": True}
+    # So many completions that the user has long left, and whoever computes stands still, before they end.
+    core = core_of(engine)
+    body = {"model": policy, "prompt": [7, 8, 9], "max_tokens": 240, "ignore_eos": True, "n": 64}
     headers = {"authorization": f"Bearer {tenant}"}
     async with httpx.AsyncClient(base_url=engine.url, headers=headers, timeout=60) as client:
-        # Whoever computes stands still while its user leaves, or a slow server might end the answer first.
-        with ExitStack() as stopped:
+        with ExitStack() as still:
             async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
                 seen = 0
                 async for line in response.aiter_lines():
                     seen += line.startswith("data: {")
                     if seen == 5:
-                        stopped.enter_context(stopped_core(engine))
+                        still.enter_context(stopped(core))
                         break
             id = response.headers["x-request-id"]
             state, prompt, completion = await asyncio.to_thread(row_of, engine, id)
     assert (state, prompt) == ("settled", 3)
-    assert 5 <= completion < 240
+    assert 5 <= completion < 64 * 240
 
 
 def test_another_tenants_policy_is_as_absent_on_the_live_engine(engine: RunningEngine, tenant: str):
