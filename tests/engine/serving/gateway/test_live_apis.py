@@ -326,7 +326,7 @@ def requests_of(engine: RunningEngine) -> int:
 async def test_a_client_that_leaves_pays_for_what_was_computed(
     engine: RunningEngine, policy: str, tenant: str
 ):
-    # So many completions that the user has long left, and whoever computes stands still, before they end.
+    # So many completions take a second or more: a short pause before the stop does not let all of them end.
     core = core_of(engine)
     body = {"model": policy, "prompt": [7, 8, 9], "max_tokens": 240, "ignore_eos": True, "n": 64}
     headers = {"authorization": f"Bearer {tenant}"}
