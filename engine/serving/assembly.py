@@ -100,6 +100,7 @@ class GraftworkEndpoints:
             params.gateway,
             meter,
             engine.used,
+            engine.followed,
         )
         hand_over = partial(in_parallel, spool.close, usage.hand_over)
         limit_s = params.engine.shutdown_s

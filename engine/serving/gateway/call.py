@@ -123,8 +123,9 @@ class GatewayState:
     """What the stages need of the server; set once the engine is up.
 
     `context` is the base's, in tokens. `counted` returns the tokens that the engine has spent on a request so
-    far, by its id; `rated` are responses whose reward is known, and those with the name of a known metric.
-    `copied` forwards a call and may copy its answer, while somebody asks for copies.
+    far, by its id; within `followed` it counts the request's samples that have ended, too. `rated` are
+    responses whose reward is known, and those with the name of a known metric. `copied` forwards a call and
+    may copy its answer, while somebody asks for copies.
     """
 
     router: Router
@@ -136,6 +137,7 @@ class GatewayState:
     settings: GatewayConfig = field(default_factory=GatewayConfig)
     meter: Metering = field(default_factory=Metering)
     counted: Callable[[str], Used | None] = uncounted
+    followed: Callable[[str], AbstractContextManager[object]] = nullcontext
     rated: RecentIds = field(default_factory=RecentIds)
     copied: Callable[["Call", App], Awaitable[None]] | None = None
 

@@ -6,6 +6,7 @@ before its first byte nothing is sent: another call answers in its place.
 """
 
 from collections.abc import Awaitable
+from contextlib import nullcontext
 from functools import cache
 from time import perf_counter
 
@@ -68,8 +69,11 @@ async def forward(call: Call, app: App) -> None:
         (b"content-length", b"%d" % len(body)),
     ]
     answer.used = None
+    is_followed = is_generated and call.size.samples > 1
     try:
-        await app(scope, relay.receive, relay.send)
+        # vLLM forgets a sample at its end, and a client that leaves pays for those that have ended, too.
+        with call.state.followed(call.id) if is_followed else nullcontext():
+            await app(scope, relay.receive, relay.send)
     except Exception:
         if not relay.is_canary or answer.first_at is not None or answer.is_unanswered:
             raise

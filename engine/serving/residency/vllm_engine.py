@@ -6,11 +6,14 @@ step may use any slot. Written for vLLM 0.32.
 """
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.request import LoRARequest
+from vllm.v1.engine.output_processor import RequestState
 
 from engine.errors import AdapterError, ServiceError
 from engine.serving.worker.host_tier_bytes import READY, REFUSED
@@ -39,6 +42,8 @@ class VllmEngine:
         self._leaving: dict[str, asyncio.Future[None]] = {}
         self._forgetting: asyncio.Task[None] | None = None
         self._losses = 0
+        # What samples have spent that have ended, by the id of the request that is followed.
+        self._ended: dict[str, list[tuple[str, int, int]]] = {}
 
     @staticmethod
     async def markers(client: Any) -> list[dict[str, Any]]:
@@ -71,8 +76,9 @@ class VllmEngine:
     def used(self, request_id: str) -> tuple[int, int] | None:
         """Return (prompt, completion) tokens that the engine has spent on a request so far.
 
-        `request_id` is part of the id that vLLM gives it, and of each of its prompts and samples. None when
-        the engine does not have it (any more), or hands its samples over at their end only. Bound: 0.32.0.
+        `request_id` is part of the id that vLLM gives it, and of each of its prompts and samples. Those that
+        have ended count while `followed` runs. None when the engine does not have it (any more), or hands
+        its samples over at their end only. Bound: 0.32.0.
         """
         processor = self._client.output_processor
         states = [
@@ -82,13 +88,36 @@ class VllmEngine:
             for inner in inners
             if inner in processor.request_states
         ]
-        if not states or any(state.detokenizer is None for state in states):
+        if any(state.detokenizer is None for state in states):
             return None
+        spent = [*map(_spent, states), *self._ended.get(request_id, [])]
         # The samples of a prompt share it.
-        prompts = {
-            id(state.parent_req) if state.parent_req else id(state): state.prompt_len for state in states
-        }
-        return sum(prompts.values()), sum(state.detokenizer.num_output_tokens() for state in states)
+        prompts = {prompt: tokens for prompt, tokens, _ in spent}
+        return (sum(prompts.values()), sum(tokens for *_, tokens in spent)) if spent else None
+
+    @contextmanager
+    def followed(self, request_id: str) -> Iterator[None]:
+        """Keep for `used` what the request's samples have spent that end in the block, before the others do.
+
+        vLLM forgets each at its end. Only a request of several samples needs it, so vLLM's end of a sample
+        is ours while there is one. Bound: 0.32.0.
+        """
+        processor = self._client.output_processor
+        if not self._ended:
+            processor._finish_request = partial(self._finish, processor._finish_request)
+        self._ended[request_id] = []
+        try:
+            yield
+        finally:
+            del self._ended[request_id]
+            if not self._ended:
+                del processor._finish_request
+
+    def _finish(self, stock: Callable[[RequestState], None], state: RequestState) -> None:
+        stock(state)
+        for request_id, ended in self._ended.items():
+            if request_id in state.external_req_id and state.detokenizer is not None:
+                ended.append(_spent(state))
 
     async def prepare(self, name: str, address: dict[str, Any]) -> None:
         """Return once every worker has the adapter and the server takes requests for it.
@@ -172,3 +201,9 @@ class VllmEngine:
 
 async def _call(client: Any, method: str, *args: Any) -> list[Any]:
     return await client.collective_rpc(method, timeout=RPC_TIMEOUT_S, args=args)  # type: ignore[no-any-return]
+
+
+def _spent(state: RequestState) -> tuple[str, int, int]:
+    """Return the prompt of a sample, which others may share, its tokens, and those of its completion."""
+    assert state.detokenizer is not None
+    return state.external_req_id, state.prompt_len, state.detokenizer.num_output_tokens()
