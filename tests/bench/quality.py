@@ -1,6 +1,6 @@
 """How well a revision is known from few items: whether intervals hold, and what they cost.
 
-    graftwork bench quality [--long]
+    graftwork bench quality [--long] [--train]
 
 Replays recorded outcomes (`_quality_lines.py`: revisions of families of problems, each with 20,000 items) and
 simulated ones whose truth is known. A suite of 200 items is drawn from a line again and again, and a revision
@@ -19,8 +19,8 @@ revisions better than all before (`items_vs_paired_best`). First revisions have 
 answered wrong for revisions that are exactly 5 points worse on the suite, and for equal ones; `gate_items` is
 the mean of items read. `pass_speedup`: ten commands `graftwork score` over one of ten revisions, which must
 print the same scores. `views_s`, `policy_view_s`: the slowest documented query on a made ledger, and the
-slowest on one policy. `--long` trains the revisions, records their outcomes and replays ten times as many
-suites.
+slowest on one policy. `--long` replays ten times as many suites; `--train` first trains the revisions again
+and records their outcomes, which takes hours.
 """
 
 import os
@@ -66,7 +66,7 @@ FALL = 0.05
 NEAR = 0.2
 SIMULATED = 12
 # The most rounds over all lines, by whether the form is long.
-ROUNDS = {False: None, True: 200}
+ROUNDS = {False: None, True: 100}
 # Of the time, what passes over ten revisions take; and the rows of the ledger whose views are timed.
 PASS_SHARE, REVISIONS, SCORES = 0.3, {False: 100_000, True: 1_000_000}, 10
 BOUNDS = {
@@ -215,10 +215,12 @@ def slowest(seconds: dict[str, float], suffix: str) -> dict[str, float]:
 
 
 def main() -> None:
-    given = options(__doc__).parse_args()
+    parser = options(__doc__)
+    parser.add_argument("--train", action="store_true", help="record the outcomes of new revisions first")
+    given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     run, figures = Run("quality", given.long), record.Figures()
-    if given.long:
+    if given.train:
         import _quality_training as training
 
         with run.preparing():
