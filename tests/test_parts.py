@@ -50,3 +50,14 @@ def test_a_run_replaces_the_rows_of_its_files_alone(tmp_path, monkeypatch):
     recorder.pytest_sessionfinish()
     new = {"part": "2/2", "commit": "c0ffee1", "passed": 1, "failed": 2, "seconds": 6.0}
     assert json.loads((tmp_path / "proven.json").read_text()) == {"test_a.py": row, "test_b.py": new}
+
+
+def test_a_part_that_has_run_moves_no_file_into_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "ROOT", tmp_path)
+    monkeypatch.setattr(parts, "PROVEN", tmp_path / "proven.json")
+    (tmp_path / "proven.json").write_text(json.dumps({"test_a.py": {"seconds": 9.0}}))
+    parts.git("init", "--quiet")
+    parts.git("add", "proven.json")
+    parts.git("-c", "user.name=a", "-c", "user.email=a@example.org", "commit", "--quiet", "-m", "a")
+    (tmp_path / "proven.json").write_text(json.dumps({"test_a.py": {"seconds": 900.0}}))
+    assert parts.seconds() == {"test_a.py": 9.0}

@@ -1,7 +1,8 @@
 """`make test-all PART=3/9`: divide the long tests into parts of equal time, and record what each one proved.
 
-A pytest plugin (`-p tests.helpers.parts --part 3/9`). Files are divided by the seconds of their last run in
-`tests/proven.json`. Each run writes a file's row anew: part, commit, tests passed and failed, seconds.
+A pytest plugin (`-p tests.helpers.parts --part 3/9`). Files are divided by the seconds in the commit's
+`tests/proven.json`, so that the parts of one commit hold each file once, although each run writes the rows of
+its files anew: part, commit, tests passed and failed, seconds.
 """
 
 import json
@@ -66,7 +67,9 @@ def proven() -> dict[str, dict[str, Any]]:
 
 
 def seconds() -> dict[str, float]:
-    return {file: row["seconds"] for file, row in proven().items()}
+    """Return what each file took, as the commit that is checked out says."""
+    committed = json.loads(git("show", f"HEAD:{PROVEN.relative_to(ROOT)}"))
+    return {file: row["seconds"] for file, row in committed.items()}
 
 
 def file_of(nodeid: str) -> str:
