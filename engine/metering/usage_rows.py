@@ -1,7 +1,7 @@
 """Rows of the usage log: what a request's row says, the transactions that write rows, and when they do.
 
 Where requests come together, those of one turn of the event loop are admitted in one commit, which costs most
-of it; the ends of requests are written with those of others.
+of it, and the ends of others are written with them; without one that asks, ends wait a little for each other.
 """
 
 import asyncio
@@ -319,7 +319,10 @@ class UsageWriter:
 
     async def _written(self, request: Metered, budgets: Sequence[Budget], is_alone: bool) -> int:
         if is_alone:
-            (answer,) = self._record([(request, budgets)])
+            (answer,) = self._record([(request, budgets)], has_ends=False)
+            if self._ended and isinstance(answer, LimitReached | Shortage):
+                # What has ended may give back what it lacks.
+                (answer,) = self._record([(request, budgets)])
             if isinstance(answer, Exception):
                 raise answer
             return answer
@@ -377,24 +380,15 @@ class UsageWriter:
             else:
                 entry.number.set_result(answer)
 
-    def _record(self, asking: Sequence[tuple[Metered, Sequence[Budget]]]) -> Sequence[int | Exception]:
-        """Record what is asked for; return each one's number, or why it is refused."""
-        answers = self._try(asking)
-        if not self._ended:
-            return answers
-        refused = [
-            place for place, answer in enumerate(answers) if isinstance(answer, LimitReached | Shortage)
-        ]
-        if refused:
-            # What has ended may give back what they lack.
-            self.flush()
-            again = self._try([asking[place] for place in refused])
-            for place, answer in zip(refused, again, strict=True):
-                answers[place] = answer
-        return answers
-
-    def _try(self, asking: Sequence[tuple[Metered, Sequence[Budget]]]) -> list[int | Exception]:
+    def _record(self, asking: Sequence[Asked], has_ends: bool = True) -> Sequence[int | Exception]:
+        """Record in one commit what is asked for, begun and ended; return numbers or refusals."""
         try:
-            return [*self._usage.record((), asking)]
+            answers = self._usage.record(
+                self._ended if has_ends else (), asking, self._begun if has_ends else ()
+            )
         except sqlite3.Error as error:
-            return [error] * len(asking)
+            return self._record(asking, has_ends=False) if has_ends else [error] * len(asking)
+        if has_ends:
+            self._begun.clear()
+            self._ended.clear()
+        return answers
