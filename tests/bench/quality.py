@@ -28,6 +28,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import fmean, median
@@ -65,8 +66,8 @@ FALL = 0.05
 # Revisions that differ by more than this on the task are no models of equal ones.
 NEAR = 0.2
 SIMULATED = 12
-# The most rounds over all lines, by whether the form is long.
-ROUNDS = {False: None, True: 100}
+# The most rounds over all lines, and pairs of passes over ten revisions, by whether the form is long.
+ROUNDS, PASSES = {False: None, True: 100}, {False: None, True: 10}
 # Of the time, what passes over ten revisions take; and the rows of the ledger whose views are timed.
 PASS_SHARE, REVISIONS, SCORES = 0.3, {False: 100_000, True: 1_000_000}, 10
 BOUNDS = {
@@ -228,7 +229,8 @@ def main() -> None:
     lines = {"recorded": recorded.load(), "simulated": list(recorded.simulated(SIMULATED, seed=1))}
     with tempfile.TemporaryDirectory(prefix="graftwork-quality-", dir=given.out) as root, run.preparing():
         params = load_params(given.params)
-        passes = scored.measured(params, Path(root), lambda take: run.repeats("pass", take, share=PASS_SHARE))
+        repeats = partial(run.repeats, "pass", share=PASS_SHARE, most=PASSES[run.is_long])
+        passes = scored.measured(params, Path(root), repeats)
         figures.add({name: [one[name] for one in passes] for name in (passes[0] if passes else ())})
         for taken in run.parts(lambda: views.measure(Path(root), REVISIONS[run.is_long], SCORES)):
             figures.values |= slowest(taken, f".{REVISIONS[run.is_long]}")
