@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import duckdb
 import httpx
 import psutil
 import pytest
@@ -22,6 +23,7 @@ from tests.helpers.gateways import open_world
 from tests.helpers.live import free_port
 from tests.helpers.repository import ROOT
 
+COLUMNS = "id, state, prompt, completion, reserved"
 PROGRAM = ROOT / "tests/helpers/gateway_process.py"
 TURN = {"model": "acme-sums", "prompt": "one two three", "max_tokens": 8}
 pytestmark = pytest.mark.services
@@ -81,9 +83,18 @@ def engines_count(root: Path) -> tuple[set[str], dict[str, tuple[int, int]]]:
     return began, ended
 
 
-def logged(root: Path) -> dict[str, tuple[str, int | None, int | None]]:
+def logged(root: Path) -> dict[str, tuple[str, int | None, int | None, int]]:
+    """Return state, tokens of prompt and completion, and reservation of each request.
+
+    After a minute or two rows are in Parquet.
+    """
     with closing(sqlite3.connect(root / "usage" / "usage.db")) as connection:
-        found = connection.execute("SELECT id, state, prompt, completion FROM requests").fetchall()
+        found = connection.execute(f"SELECT {COLUMNS} FROM requests").fetchall()
+        files = [
+            str(root / "usage" / "raw" / file) for (file,) in connection.execute("SELECT file FROM exported")
+        ]
+    if files:
+        found += duckdb.sql(f"SELECT {COLUMNS} FROM read_parquet({files})").fetchall()
     assert len(found) == len({row[0] for row in found})
     return {row[0].removeprefix("cmpl-"): row[1:] for row in found}
 
@@ -118,11 +129,9 @@ def budget_of_two_gateways(root: Path, clients: int, budget: int) -> None:
         answered += asyncio.run(use_up([one, other], key, 1))
     rows, (began, ended) = logged(root), engines_count(root)
     assert rows.keys() == began == ended.keys()
-    assert {name: row[1:] for name, row in rows.items()} == ended
+    assert {name: row[1:3] for name, row in rows.items()} == ended
     used = sum(prompt + completion for prompt, completion in ended.values())
-    with closing(sqlite3.connect(root / "usage" / "usage.db")) as connection:
-        (reservation,) = connection.execute("SELECT max(reserved) FROM requests").fetchone()
-    assert used <= budget < used + reservation
+    assert used <= budget < used + max(row[3] for row in rows.values())
     assert answered == len(rows)
 
 
@@ -226,16 +235,16 @@ def kills(root: Path, times: int) -> None:
         (spent,) = connection.execute(
             "SELECT used FROM spent WHERE subject = 'tenant:acme' LIMIT 1"
         ).fetchone()
-        (bound,) = connection.execute("SELECT sum(reserved) FROM requests WHERE state = 'unknown'").fetchone()
     rows, (began, ended) = logged(root), engines_count(root)
     assert began <= rows.keys()
     # Admitted, and killed before it was forwarded: a few for each kill at the most.
     assert len(rows) - len(began) <= 12 * times
     assert len(rows) >= 20 * times
-    settled = {name: row[1:] for name, row in rows.items() if row[0] == "settled"}
+    settled = {name: row[1:3] for name, row in rows.items() if row[0] == "settled"}
     assert all(ended[name] == used for name, used in settled.items())
     assert {row[0] for row in rows.values()} == {"settled", "unknown"}
     used = sum(map(sum, settled.values()))
+    bound = sum(row[3] for row in rows.values() if row[0] == "unknown")
     assert counted == (len(rows), used, bound)
     assert spent == used + bound
 
