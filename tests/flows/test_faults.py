@@ -168,7 +168,6 @@ def test_mlflow_and_prefect_may_die_in_the_middle_of_an_adapt(people: Operated, 
 
 def test_several_policies_are_adapted_at_once_by_one_command(params: Params, file: Path) -> None:
     names = ("both-0", "both-1")
-    words = [word for name in names for word in ("--policy", name)]
-    assert subprocess.run(command("adapt", *words, file), cwd=ROOT, timeout=300).returncode == 0
+    assert subprocess.run(command("adapt", *names, file), cwd=ROOT, timeout=300).returncode == 0
     for name in names:
         assert_whole(params, name)
