@@ -93,6 +93,9 @@ class Spool:
             threads, self._threads = self._threads, []
         for thread in threads:
             thread.stop()
+        for thread in threads:
+            # One that is sending now does not know of the last file, and nobody else may send meanwhile.
+            thread.join()
         self.rotate()
         with self._lock:
             if self._fd is not None and not self._size and self._pid == os.getpid():

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,8 +126,12 @@ class Recorder:
         self.taken: list[tuple[str, bytes]] = []
         self.is_down = False
         self.instead: httpx.Response | None = None
+        self.began, self.goes_on = threading.Event(), threading.Event()
+        self.goes_on.set()
 
     def handle(self, request: httpx.Request) -> httpx.Response:
+        self.began.set()
+        assert self.goes_on.wait(60)
         if self.is_down:
             raise httpx.ConnectError("down")
         if self.instead is not None:
@@ -186,6 +191,20 @@ def test_one_process_sends_at_a_time(tmp_path: Path, sender: EventSender, record
         fcntl.flock(held, fcntl.LOCK_EX)
         assert sender.send() == 0
     assert sender.send() == 1
+
+
+def test_the_end_waits_for_what_is_being_sent_and_sends_the_rest(
+    tmp_path: Path, sender: EventSender, recorder: Recorder
+) -> None:
+    recorder.goes_on.clear()
+    spool = Spool(tmp_path / "spool", "gateway", sender.send)
+    ids = [spool.emit("feedback", request_id="r1", reward=1.0, key="k")]
+    spool.rotate()
+    assert recorder.began.wait(60)
+    ids.append(spool.emit("feedback", request_id="r2", reward=1.0, key="k"))
+    threading.Timer(0.2, recorder.goes_on.set).start()
+    spool.close()
+    assert [id for _, lines in recorder.taken for id in ids if id.encode() in lines] == ids
 
 
 def test_what_others_sent_is_not_sent_on(tmp_path: Path, sender: EventSender, recorder: Recorder) -> None:
