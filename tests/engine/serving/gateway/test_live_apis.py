@@ -328,7 +328,7 @@ async def test_a_client_that_leaves_pays_for_what_was_computed(
     engine: RunningEngine, policy: str, prompts: int
 ):
     """For the tokens that it has got at least, also those of samples that had ended by then."""
-    key = engine.catalog.keys.create("api", ("infer", "score"))
+    key = engine.catalog.keys.create("api", ["infer", "score"], ["api-*"])
     prompt: list[Any] = [7, 8, 9] if prompts == 1 else [[7, 8, 9]] * prompts
     body = {"model": policy, "prompt": prompt, "max_tokens": 240, "n": 1024 // prompts, "stream": True}
     headers = {"authorization": f"Bearer {key}"}
