@@ -94,7 +94,7 @@ class Spool:
         for thread in threads:
             thread.stop()
         for thread in threads:
-            # One that is sending now does not know of the last file, and nobody else may send meanwhile.
+            # A turn that is sending holds the lock of the sender, and has not listed the last file.
             thread.join()
         self.rotate()
         with self._lock:

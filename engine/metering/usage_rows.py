@@ -1,7 +1,7 @@
 """Rows of the usage log: what a request's row says, the transactions that write rows, and when they do.
 
-Where requests come together, those of one turn of the event loop are admitted in one commit, which costs most
-of it, and the ends of others are written with them; without one that asks, ends wait a little for each other.
+Where requests come together, those of one turn of the event loop are admitted in one commit, since a commit
+costs most of an admission. It also writes the ends of earlier requests, which otherwise wait for each other.
 """
 
 import asyncio
@@ -381,14 +381,15 @@ class UsageWriter:
                 entry.number.set_result(answer)
 
     def _record(self, asking: Sequence[Asked], has_ends: bool = True) -> Sequence[int | Exception]:
-        """Record in one commit what is asked for, begun and ended; return numbers or refusals."""
+        """Record requests in one commit, with what has begun and ended where it `has_ends`.
+
+        Return each one's number, or why it is refused. What cannot be written of ends refuses nobody.
+        """
+        ended, begun = (self._ended, self._begun) if has_ends else ([], [])
         try:
-            answers = self._usage.record(
-                self._ended if has_ends else (), asking, self._begun if has_ends else ()
-            )
+            answers = self._usage.record(ended, asking, begun)
         except sqlite3.Error as error:
             return self._record(asking, has_ends=False) if has_ends else [error] * len(asking)
-        if has_ends:
-            self._begun.clear()
-            self._ended.clear()
+        ended.clear()
+        begun.clear()
         return answers

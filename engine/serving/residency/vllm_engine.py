@@ -42,7 +42,7 @@ class VllmEngine:
         self._leaving: dict[str, asyncio.Future[None]] = {}
         self._forgetting: asyncio.Task[None] | None = None
         self._losses = 0
-        # What samples have spent that have ended, by the id of the request that is followed.
+        # What each ended sample of a followed request has spent, by the request's id.
         self._ended: dict[str, list[tuple[str, int, int]]] = {}
 
     @staticmethod
@@ -76,9 +76,9 @@ class VllmEngine:
     def used(self, request_id: str) -> tuple[int, int] | None:
         """Return (prompt, completion) tokens that the engine has spent on a request so far.
 
-        `request_id` is part of the id that vLLM gives it, and of each of its prompts and samples. Those that
-        have ended count while `followed` runs. None when the engine does not have it (any more), or hands
-        its samples over at their end only. Bound: 0.32.0.
+        `request_id` is part of the id that vLLM gives it, and of each of its prompts and samples. Ended
+        samples count within `followed`. None when the engine does not have it (any more), or hands its
+        samples over at their end only. Bound: 0.32.0.
         """
         processor = self._client.output_processor
         states = [
@@ -97,10 +97,10 @@ class VllmEngine:
 
     @contextmanager
     def followed(self, request_id: str) -> Iterator[None]:
-        """Keep for `used` what the request's samples have spent that end in the block, before the others do.
+        """Have `used` count the request's samples that end in the block, too.
 
-        vLLM forgets each at its end. Only a request of several samples needs it, so vLLM's end of a sample
-        is ours while there is one. Bound: 0.32.0.
+        vLLM forgets a sample when it ends. Only requests of several samples need this, so vLLM's method is
+        wrapped only while there is one. Bound: 0.32.0.
         """
         processor = self._client.output_processor
         if not self._ended:

@@ -106,19 +106,15 @@ def observed(engine: RunningEngine, request_id: str) -> dict[str, Any]:
 
 
 @contextmanager
-def stopped(core: psutil.Process) -> Iterator[None]:
+def stopped_core(engine: RunningEngine) -> Iterator[None]:
     """Stop the process that computes tokens; the one that answers requests runs."""
+    started = psutil.Process(engine.process.pid).children(recursive=True)
+    (core,) = (process for process in started if "EngineCore" in process.name())
     core.suspend()
     try:
         yield
     finally:
         core.resume()
-
-
-def core_of(engine: RunningEngine) -> psutil.Process:
-    started = psutil.Process(engine.process.pid).children(recursive=True)
-    (core,) = (process for process in started if "EngineCore" in process.name())
-    return core
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -140,7 +136,7 @@ def test_every_api_tells_its_end_and_who_leaves_pays(
         if path == "/v1/responses":
             body["tools"] = [{"type": "function", "name": "f", "parameters": bill}]
         # A stopped worker cannot end the answer before its user leaves.
-        with stopped(core_of(engine)):
+        with stopped_core(engine):
             with client.stream("POST", path, json=body) as leaving:
                 assert leaving.status_code == 200
                 if path == "/v1/responses":
