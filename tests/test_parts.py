@@ -39,16 +39,16 @@ def test_a_run_replaces_the_rows_of_its_files_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "written_commit", lambda: "c0ffee1")
     for name in ("test_a.py", "test_b.py"):
         (tmp_path / name).touch()
-    row = {"part": "1/2", "commit": "0ld", "passed": 1, "failed": 0, "seconds": 9.0}
+    row = {"commit": "0ld", "passed": 1, "failed": 0, "seconds": 9.0}
     (tmp_path / "proven.json").write_text(json.dumps({"test_a.py": row, "test_b.py": row, "gone.py": row}))
-    recorder = Recorder("2/2")
+    recorder = Recorder()
     phases = (("setup", "passed"), ("call", "passed"), ("call", "failed"), ("teardown", "failed"))
     for when, outcome in phases:
         report = SimpleNamespace(nodeid="test_b.py::test", when=when, outcome=outcome, duration=1.5)
         report.failed = outcome == "failed"
         recorder.pytest_runtest_logreport(report)
     recorder.pytest_sessionfinish()
-    new = {"part": "2/2", "commit": "c0ffee1", "passed": 1, "failed": 2, "seconds": 6.0}
+    new = {"commit": "c0ffee1", "passed": 1, "failed": 2, "seconds": 6.0}
     assert json.loads((tmp_path / "proven.json").read_text()) == {"test_a.py": row, "test_b.py": new}
 
 

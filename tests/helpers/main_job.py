@@ -1,7 +1,9 @@
 """The main job, shortened, in a process of its own, and Ctrl-C in the middle of it."""
 
 import contextlib
+import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from engine.base.resident import ensure_base
 from engine.catalog.opening import whole_catalog
 from engine.errors import GraftworkError
 from engine.settings.params import Paths, load_params
@@ -25,6 +28,11 @@ from tests.helpers.repository import ROOT
 # Fewer steps than the main job: enough to see the reward rise and users notice.
 STEPS = 16
 LONGEST_S = 1000
+# The random moments at which the job is interrupted, one in each tenth of it.
+MOMENTS = 10
+SEED = 11
+# What the job says when it begins its last part.
+LAST_PART = "Releasing it to users"
 
 
 def short_policies() -> dict[str, dict[str, Any]]:
@@ -60,6 +68,14 @@ def run_job(params: Path) -> float:
     return time.monotonic() - began
 
 
+def usual_seconds(state: Path) -> float:
+    """Return the seconds of a whole job, from its start, with the base built before."""
+    params = write_job(state)
+    settings = load_params(params)
+    ensure_base(settings.base, settings.paths)
+    return run_job(params)
+
+
 @dataclass(frozen=True)
 class Interrupted:
     """How a job ended after Ctrl-C: exit code as a shell says it, seconds, processes left behind."""
@@ -84,6 +100,21 @@ def interrupt(
     # What a killed job leaves is ended by its reapers; else the kernel needs a moment.
     eventually(lambda: not left_behind(params.parent))
     return Interrupted(code if code >= 0 else 128 - code, seconds, left_behind(params.parent))
+
+
+def check_moment(state: Path, number: int, usual_s: float) -> str:
+    """Interrupt a job at a random moment of its tenth `number`, then run it whole; return what to print."""
+    # A run that is quicker than usual may be in its last part before.
+    share = 0.85 * (number + random.Random(SEED + number).random()) / MOMENTS
+    log, params, due = state / "interrupted.log", write_job(state), time.monotonic() + share * usual_s
+    ended = interrupt(params, lambda: time.monotonic() >= due or LAST_PART in log.read_text(), log)
+    assert ended.code == 130, log.read_text()[-6000:]
+    assert ended.left == []
+    run_job(params)
+    summary = json.loads((state / "runs" / "latest.json").read_text())
+    assert [policy["verdict"] for policy in summary["policies"]] == ["promote", "promote"]
+    assert summary["bad_revision"]["verdict"] == "rollback"
+    return f"after {share * usual_s:.1f} of {usual_s:.1f} s: ended within {ended.seconds:.1f} s"
 
 
 def is_training(params: Path) -> bool:

@@ -2,7 +2,7 @@
 
 A pytest plugin (`-p tests.helpers.parts --part 3/9`). Files are divided by the seconds in the commit's
 `tests/proven.json`, so that the parts of one commit hold each file once, although each run writes the rows of
-its files anew: part, commit, tests passed and failed, seconds.
+its files anew: commit, tests passed and failed, seconds.
 """
 
 import json
@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Recorder(config.getoption("part")))
+        config.pluginmanager.register(Recorder())
 
 
 @pytest.hookimpl(trylast=True)
@@ -79,8 +79,7 @@ def file_of(nodeid: str) -> str:
 class Recorder:
     """Writes a row for each file that ran."""
 
-    def __init__(self, part: str):
-        self.part = part
+    def __init__(self) -> None:
         self.results: dict[str, Counter[str]] = {}
         self.seconds: Counter[str] = Counter()
 
@@ -96,7 +95,7 @@ class Recorder:
         commit = written_commit()
         rows = {
             file: {
-                "part": self.part, "commit": commit, "passed": found["passed"], "failed": found["failed"],
+                "commit": commit, "passed": found["passed"], "failed": found["failed"],
                 "seconds": round(self.seconds[file], 1),
             }
             for file, found in self.results.items()
