@@ -42,7 +42,7 @@ LEASE_S, RENEW_S = SKEW_S + 60.0, 10.0
 STAGING = ".backup"
 # What says that MLflow's database was finished, without which a start sets it aside.
 MLFLOW_FINISHED = "mlflow.db.finished"
-OPEN_GATEWAYS = "SELECT DISTINCT gateway FROM requests WHERE state = 'admitted'"
+OPEN_GATEWAYS = "SELECT gateway FROM gateways UNION SELECT gateway FROM requests WHERE state = 'admitted'"
 ENDS = 'SELECT name, max("offset" + length) FROM revisions JOIN names ON names.id = segment GROUP BY segment'
 # In a copy of the catalog: what MLflow's copy says counts as written by us, so that it moves no route.
 NOTE_ALIASES = """
@@ -214,7 +214,7 @@ def _copy_databases(params: Params, staging: Path, writer: BackupWriter) -> str:
         for file in noted:
             writer.add_file(f"state/usage/raw/{file}", paths.usage / "raw" / file)
         for name in gateways:
-            # The mark of a dead gateway, by which its open requests are closed.
+            # The empty journal of a dead gateway, by which its open requests are closed.
             writer.add_parts(f"state/usage/gateways/{name}", [])
     return mlflow
 

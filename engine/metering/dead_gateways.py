@@ -1,40 +1,62 @@
-"""Gateways that are alive hold a lock on a file of their own; open rows of the others are closed."""
+"""Gateways that are gone: what their journals still have is written, and their open rows are closed."""
 
 import sqlite3
 from pathlib import Path
 from typing import Any
 
-from engine.file_lock import create_locked, has_holder
-from engine.metering.usage_rows import Metered, Spending, begin, close_row
+from engine.file_lock import has_holder
+from engine.metering.held_budgets import release
+from engine.metering.journal import ADMITTED, BEGUN, FOLDER, lines
+from engine.metering.usage_rows import HAS_BEGUN, Metered, Spending, add_row, begin, close_row, counters
 
-OPEN = """
-    SELECT seq, id, tenant, key, policy, revision, purpose, at, reserved, repeated FROM requests
-    WHERE state = 'admitted' AND gateway = ?
-"""
+ROW = "SELECT seq, id, tenant, key, policy, revision, purpose, at, reserved, repeated FROM requests"
+OPEN = f"{ROW} WHERE state = 'admitted' AND gateway = ?"
 
 
 def close_dead(root: Path, connection: sqlite3.Connection) -> int:
     """Close the open rows of gateways that are gone, mostly as `unknown`; return how many there were."""
     closed = 0
-    for file in (root / "gateways").glob("*"):
+    for file in (root / FOLDER).glob("*"):
         if has_holder(file, gone=False):
             continue
+        gateway = file.name
         with begin(connection):
             spending = Spending(connection)
-            rows: list[Any] = connection.execute(OPEN, (file.name,)).fetchall()
-            for number, *fields in rows:
+            query = "SELECT written FROM gateways WHERE gateway = ?"
+            written = connection.execute(query, (gateway,)).fetchone()
+            if written:
+                _write_journal(file, written[0], connection, spending)
+            rows: list[Any] = connection.execute(OPEN, (gateway,)).fetchall()
+            for row, *fields in rows:
                 request = Metered(*fields)
                 # What another engine was asked in its place is billed there, and counted there.
                 used, requests = ((0, 0), 0) if request.repeated else (None, 1)
-                close_row(connection, spending, number, request, None, used, requests)
+                close_row(connection, spending, row, request, None, used, requests)
+                if not written:
+                    # Of version 3, where each request was reserved by itself.
+                    for subject, period in counters(request):
+                        spending.reserve(subject, period, -request.reserved)
+            release(connection, spending, gateway)
             spending.write()
+            connection.execute("DELETE FROM gateways WHERE gateway = ?", (gateway,))
         closed += len(rows)
         file.unlink(missing_ok=True)
     return closed
 
 
-def alive_file(root: Path, gateway: str) -> int:
-    """Create a gateway's file and lock it for as long as this process lives; return its descriptor."""
-    folder = root / "gateways"
-    folder.mkdir(exist_ok=True, mode=0o700)
-    return create_locked(root / f"{gateway}.new", folder / gateway)
+def _write_journal(file: Path, after: int, connection: sqlite3.Connection, spending: Spending) -> None:
+    """Write what the lines of a journal behind line `after` say."""
+    rows: dict[int, int] = {}
+    for number, kind, fields in lines(file, after):
+        if kind == ADMITTED:
+            rows[number] = add_row(connection, file.name, Metered(*fields))
+            continue
+        first, known_row, *rest = fields
+        row = rows[first] if known_row is None else known_row
+        if kind == BEGUN:
+            connection.execute(HAS_BEGUN, (row,))
+        else:
+            revision, status, used = rest
+            found = connection.execute(f"{ROW} WHERE seq = ?", (row,)).fetchone()
+            request = Metered(*found[1:])._replace(revision=revision)
+            close_row(connection, spending, row, request, status, used)

@@ -1,15 +1,16 @@
 """Erasure of a tenant's single requests from the usage log, down to their bytes; hourly sums stay."""
 
 import sqlite3
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from engine.errors import ServiceError
 from engine.metering.dead_gateways import close_dead
+from engine.metering.journal import ADMITTED, FOLDER, lines
 from engine.metering.raw_usage import copy_parquet
-from engine.metering.usage_rows import begin, connect
+from engine.metering.usage_rows import Metered, begin, connect
 
 EXPORT_S = 60.0
 DELETE = """
@@ -50,9 +51,20 @@ def erase(root: Path, tenant: str) -> tuple[dict[str, int], dict[str, int]]:
             if is_busy:
                 raise ServiceError("Deleted rows are still in usage.db-wal, which is in use. Try again.")
             kept = {name: connection.execute(query, (tenant,)).fetchone()[0] for name, query in KEPT.items()}
+            kept["requests_under_way"] += _in_journals(root, connection, tenant)
     except (Timeout, sqlite3.Error) as error:
         raise ServiceError(f"The usage log in {root} is in use: {error}. Try again.") from None
     return {"requests": removed, "exported": exported}, kept
+
+
+def _in_journals(root: Path, connection: sqlite3.Connection, tenant: str) -> int:
+    """Return how many requests of the tenant are in journals alone, which become rows within a moment."""
+    count = 0
+    for gateway, written in connection.execute("SELECT * FROM gateways").fetchall():
+        with suppress(FileNotFoundError):
+            new = lines(root / FOLDER / gateway, written)
+            count += sum(kind == ADMITTED and Metered(*fields).tenant == tenant for _, kind, fields in new)
+    return count
 
 
 def _erase_exported(root: Path, connection: sqlite3.Connection, tenant: str) -> int:

@@ -7,7 +7,7 @@ from engine.errors import ConfigError
 from engine.file_lock import alone_in
 from engine.metering.usage_rows import begin, connect
 
-VERSION = 3
+VERSION = 4
 # No number of tokens is negative.
 COUNTED = """
     CREATE TABLE requests (
@@ -47,7 +47,16 @@ SHARED = """
         PRIMARY KEY (hour, tenant, key, policy, revision, purpose)
     ) STRICT, WITHOUT ROWID;
 """
-# Version 1, which commit 265b009 has, lacks the checks, `repeated` and what is shared.
+# What gateways hold of budgets, and the last line of each one's journal that is written here.
+JOURNALS = """
+    CREATE TABLE gateways (gateway TEXT PRIMARY KEY, written INTEGER NOT NULL) STRICT, WITHOUT ROWID;
+    CREATE TABLE held (
+        gateway TEXT NOT NULL, subject TEXT NOT NULL, period TEXT NOT NULL, tokens INTEGER NOT NULL,
+        PRIMARY KEY (gateway, subject, period)
+    ) STRICT, WITHOUT ROWID;
+"""
+# Version 1, which commit 265b009 has, lacks the checks, `repeated` and what is shared; version 3 lacks what
+# JOURNALS has.
 SET_ASIDE = """
     ALTER TABLE requests RENAME TO old_requests;
     ALTER TABLE spent RENAME TO old_spent;
@@ -85,7 +94,9 @@ def create(path: Path) -> None:
                 )
             if schema == VERSION:
                 return
-            script = SET_ASIDE + COUNTED + CARRY_OVER if schema else COUNTED + OTHERS
-            for statement in filter(str.strip, (script + SHARED).split(";")):
+            script = JOURNALS
+            if schema < 3:
+                script += (SET_ASIDE + COUNTED + CARRY_OVER if schema else COUNTED + OTHERS) + SHARED
+            for statement in filter(str.strip, script.split(";")):
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version={VERSION}")

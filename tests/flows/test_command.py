@@ -275,7 +275,7 @@ def test_usage_is_shown_by_tenant(params: Path) -> None:
     assert graftwork("usage", *given).stdout == "None.\n"
     log = UsageLog(load_params(params).paths.usage)
     asked = Metered("r1", "acme", "k1", "acme-sums", "a" * 64, "user", 1_790_000_000.0, 50)
-    log.settle(log.admit(asked), asked, 200, (7, 5))
+    log.settle(log.admit(asked), 200, (7, 5))
     log.close()
     (row,) = json.loads(graftwork("usage", "--json", *given).stdout)
     assert (row["tenant"], row["requests"], row["tokens"]) == ("acme", 1, 12)

@@ -202,14 +202,13 @@ class World:
         found.target = Target("acme-sums", CHAMPION, "champion")
         return found
 
-    def usage_state(self, id: str) -> str:
-        """Return the state of a completion's row in the usage log, as it is written."""
+    def usage_state(self, id: str) -> str | None:
+        """Return the state of a completion's row in the usage log, if it is written yet."""
         with closing(sqlite3.connect(self.usage.path)) as log:
-            (state,) = log.execute("SELECT state FROM requests WHERE id = ?", (f"cmpl-{id}",)).fetchone()
-        return str(state)
+            found = log.execute("SELECT state FROM requests WHERE id = ?", (f"cmpl-{id}",)).fetchone()
+        return found[0] if found else None
 
     def close(self) -> None:
-        self.state.meter.flush()
         self.usage.close()
         self.catalog.close()
 

@@ -116,7 +116,7 @@ def fill(params: Params) -> str:
     artifact.write_bytes(b"artifact")
     usage = UsageLog(paths.usage)
     asked = Metered("r1", "acme", "k", "north", "", "user", time.time(), 10)
-    usage.settle(usage.admit(asked), asked, 200, (3, 4))
+    usage.settle(usage.admit(asked), 200, (3, 4))
     usage.admit(asked._replace(id="r2"))
     usage.close()
     return key

@@ -64,10 +64,11 @@ def use(params: Params, keys: dict[str, str]) -> None:
 
     with closing(UsageLog(params.paths.usage)) as log:
         for tenant in ("acme",) * 3 + ("bobs",) * 3:
-            log.settle(log.admit(one(tenant)), one(tenant), 200, (3, 4))
+            log.settle(log.admit(one(tenant)), 200, (3, 4))
+        log.flush()
         assert export(params.paths.usage, now + 120) == 5
         for tenant in ("bobs", "acme"):
-            log.settle(log.admit(one(tenant)), one(tenant), 200, (3, 4))
+            log.settle(log.admit(one(tenant)), 200, (3, 4))
         log.admit(one("acme"))
 
 
@@ -121,13 +122,20 @@ def test_a_second_time_finds_nothing(file: Path, catalog: Catalog) -> None:
 def test_a_request_under_way_stays_until_it_is_closed(params: Params, catalog: Catalog) -> None:
     asked = Metered("cmpl-1", "acme", "k", "bobs-sums", "", "user", time.time(), 50)
     with closing(UsageLog(params.paths.usage)) as log:
-        number = log.admit(asked)
-        removed, kept = erase_usage(params.paths.usage, "acme")
-        assert (removed["requests"], kept["requests_under_way"]) == (2, 1)
-        log.settle(number, asked, 200, (3, 4))
+        entry = log.admit(asked)
+        for removed in (2, 0):
+            # First it is in the journal alone.
+            found, kept = erase_usage(params.paths.usage, "acme")
+            assert (found["requests"], kept["requests_under_way"]) == (removed, 1)
+            log.flush()
+        number = entry.row
+        log.settle(entry, 200, (3, 4))
+        log.flush()
         assert erase_usage(params.paths.usage, "acme")[0]["requests"] == 1
         # The number of the newest row is not given again.
-        assert log.admit(asked) == number + 1
+        entry = log.admit(asked)
+        log.flush()
+        assert entry.row == number + 1
 
 
 @pytest.mark.parametrize(

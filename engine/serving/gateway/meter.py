@@ -24,8 +24,9 @@ from prometheus_client import Counter
 
 from engine.catalog.catalog import Key, Tenant
 from engine.errors import LimitReached, ServiceError
-from engine.metering.usage_log import UsageLog
-from engine.metering.usage_rows import DAY, MONTH, Budget, Metered, UsageWriter
+from engine.metering.usage_log import UsageEntry, UsageLog
+from engine.metering.usage_rows import DAY, MONTH, Budget, Metered
+from engine.metering.usage_writer import UsageWriter
 from engine.serving.gateway.asgi import Header, Refused
 from engine.serving.gateway.call import Call, Metering
 
@@ -223,11 +224,10 @@ class FairShare:
 
 @dataclass(slots=True)
 class Bill:
-    """What the meter knows of a call: its row in the usage log, its number, its tag (a shadow's: None)."""
+    """What the meter knows of a call: its entry in the usage log, and its tag (a shadow's: None)."""
 
     account: Account
-    asked: Metered
-    number: int
+    entry: UsageEntry
     tag: float | None
 
 
@@ -235,7 +235,7 @@ class Meter(Metering):
     """Limits and usage of one gateway. Not thread-safe."""
 
     def __init__(self, usage: UsageLog, load_places: int, template_tokens: int = TEMPLATE_TOKENS):
-        self._usage, self._template_tokens = UsageWriter(usage, usage.draw), template_tokens
+        self._usage, self._template_tokens = UsageWriter(usage), template_tokens
         # Of the queue of cold loads.
         self.loads = LoadShare(load_places)
         self._buckets: dict[tuple[str, str], TokenBucket] = {}
@@ -243,8 +243,6 @@ class Meter(Metering):
         # Calls under way, by key and tenant.
         self.under_way: Tally[str] = Tally()
         self._fair = FairShare()
-        # Calls under way, all together.
-        self._open = 0
 
     def _account_of(self, call: Call) -> Account:
         """Return the account of the call's rows; rows that have changed make a new one."""
@@ -284,9 +282,9 @@ class Meter(Metering):
         finally:
             self._leave(account, 0)
 
-    def flush(self) -> None:
-        """Record the calls that have ended now. On the event loop."""
-        self._usage.flush()
+    def flush(self, gives_back: bool = False) -> None:
+        """Write what has been recorded to the database now, as `UsageWriter.flush`. On the event loop."""
+        self._usage.flush(gives_back)
 
     async def open(self, call: Call) -> None:
         """Admit a call within all limits of its key and tenant, and reserve its tokens.
@@ -312,19 +310,19 @@ class Meter(Metering):
             int(call.state.settings.proxy_sets_id),
         )
         try:
-            number = await self._usage.admit(asked, account.budgets, is_alone=self._open == 1)
+            entry = await self._usage.admit(asked, account.budgets)
         except BaseException as error:
             self._leave(account, tokens)
             if isinstance(error, LimitReached):
                 REFUSED.labels(call.tenant.name, "budget").inc()
-            if isinstance(error, sqlite3.Error):
+            if isinstance(error, sqlite3.Error | OSError):
                 said = f"The usage of this request cannot be recorded: {error}. Try again."
                 raise ServiceError(said) from None
             raise
         # Nobody waits for a shadow's answer, so it has no place among the tenants: all others come before it.
         entered = call.purpose != "shadow"
         tag = self._fair.enter(call.tenant.name, tokens, call.tenant.weight) if entered else None
-        call.bill, call.priority = Bill(account, asked, number, tag), BEHIND_ALL if tag is None else int(tag)
+        call.bill, call.priority = Bill(account, entry, tag), BEHIND_ALL if tag is None else int(tag)
 
     def _enter(self, account: Account, tokens: int) -> None:
         """Take a call's place and its share of the minute. Raises `LimitReached`, as `open` does."""
@@ -334,11 +332,9 @@ class Meter(Metering):
         account.take(tokens)
         for subject in account.subjects:
             self.under_way[subject] += 1
-        self._open += 1
 
     def _leave(self, account: Account, unused_tokens: int) -> None:
         """End a call under way, and give back what it reserved of a minute's tokens and did not use."""
-        self._open -= 1
         for subject in account.subjects:
             self.under_way[subject] -= 1
             if not self.under_way[subject]:
@@ -364,30 +360,25 @@ class Meter(Metering):
         return headers
 
     def note_beginning(self, call: Call) -> None:
-        """Record that the beginning of a stream was sent: no proxy asks another engine for it any more.
-
-        It is written within `SETTLED_S`: until then a kill of the process bills nothing for the stream.
-        """
-        if call.bill is not None and call.bill.asked.repeated:
-            self._usage.note_beginning(call.bill.number)
+        """Record that the beginning of a stream was sent: no proxy asks another engine for it any more."""
+        if call.bill is not None and call.bill.entry.request.repeated:
+            self._usage.note_beginning(call.bill.entry)
 
     def settle(self, call: Call) -> None:
         """Record what a call used, and which revision answered it.
 
-        What is not known counts as reserved, and at most the reservation is billed. It is written within
-        `SETTLED_S`: one that a kill of the process leaves unwritten counts as reserved.
+        What is not known counts as reserved, and at most the reservation is billed.
         """
         bill: Bill = call.bill
-        asked, used, digest = bill.asked, call.answer.used, call.target.digest or ""
-        if used is not None and sum(used) > asked.reserved:
-            prompt = min(used[0], asked.reserved)
-            used = prompt, asked.reserved - prompt
-        if asked.revision != digest:
-            asked = asked._replace(revision=digest)
+        asked, used = bill.entry.request, call.answer.used
+        if used is not None:
+            prompt = min(max(used[0], 0), asked.reserved)
+            used = prompt, min(max(used[1], 0), asked.reserved - prompt)
         if bill.tag is not None:
             self._fair.leave(bill.tag)
         self._leave(bill.account, 0 if used is None else asked.reserved - sum(used))
-        self._usage.end(bill.number, asked, call.answer.fault or call.answer.status, used)
+        status = call.answer.fault or call.answer.status
+        self._usage.settle(bill.entry, status, used, call.target.digest or "")
         if used is None:
             tokens_of(asked.tenant, "unknown").inc(asked.reserved)
         else:

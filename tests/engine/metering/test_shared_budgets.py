@@ -11,8 +11,9 @@ from sqlalchemy import select
 from engine.catalog import tables
 from engine.catalog.access import Access
 from engine.errors import LimitReached
+from engine.metering.held_budgets import Shortage
 from engine.metering.shared_budgets import SharedBudgets
-from engine.metering.usage_log import Shortage, UsageLog
+from engine.metering.usage_log import UsageEntry, UsageLog
 from engine.metering.usage_rows import DAY, Budget, Metered, periods
 
 NOON = 1_790_000_000.0
@@ -30,7 +31,7 @@ class Machine:
         self.log = UsageLog(root, SharedBudgets(url))
         self.used = 0
 
-    def admit(self, reserved: int) -> int | None:
+    def admit(self, reserved: int) -> UsageEntry | None:
         """Reserve as the gateway does; None when it is refused."""
         while True:
             try:
@@ -40,10 +41,10 @@ class Machine:
                     return None
 
     def spend(self, reserved: int, tokens: int) -> bool:
-        number = self.admit(reserved)
-        if number is None:
+        entry = self.admit(reserved)
+        if entry is None:
             return False
-        self.log.settle(number, asked(reserved), 200, (0, tokens))
+        self.log.settle(entry, 200, (0, tokens))
         self.used += tokens
         return True
 
@@ -83,6 +84,7 @@ def test_two_machines_use_a_whole_budget_and_no_token_more(machines, catalog_url
     # What is held by neither is had by both, down to the last token.
     for machine in machines * 2:
         for other in machines:
+            other.log.flush(gives_back=True)
             other.log.give_back()
         for size in (64, 8, 1):
             while machine.spend(size, size):

@@ -20,7 +20,7 @@ from engine.metering import shared_usage, usage_log
 from engine.metering.dead_gateways import close_dead
 from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.shared_usage import SharedUsage, sums_by
-from engine.metering.usage_log import UsageLog
+from engine.metering.usage_log import UsageEntry, UsageLog
 from engine.metering.usage_rows import Metered, connect
 from engine.settings.params import Params
 from tasks.usage import usage_by
@@ -48,8 +48,13 @@ class Machine:
         self.root, self.log, self.copier = root, UsageLog(root), SharedUsage(root, access)
 
     def serve(self, number: int, used: tuple[int, int] | None = (7, 5), **asks: Any) -> None:
-        one = asked(number, **asks)
-        self.log.settle(self.log.admit(one), one, 200, used)
+        self.log.settle(self.log.admit(asked(number, **asks)), 200, used)
+        self.log.flush()
+
+    def copy(self) -> bool:
+        """Write what is in the journal, and copy."""
+        self.log.flush()
+        return self.copier.copy()
 
     def sums(self) -> list[tuple[Any, ...]]:
         """What the machine itself would bill by revision."""
@@ -80,23 +85,23 @@ def grow_silent(access: Access) -> None:
 
 def test_the_copy_is_what_the_machine_itself_would_bill(machine: Machine, access: Access) -> None:
     """Over many turns, with requests that are open for days, and other revisions at the end."""
-    draw, waiting = random.Random(7), list[tuple[int, Metered]]()
+    draw, waiting = random.Random(7), list[UsageEntry]()
     for number in range(300):
         # The log is older than its first copy.
         age_s = 0 if number > 50 else draw.choice([0, 3600, 90_000])
         one = asked(number, draw.choice(["acme", "umbrella"]), at=time.time() - age_s)
-        waiting.append((machine.log.admit(one), one))
+        waiting.append(machine.log.admit(one))
         while len(waiting) > 20:
-            seq, ended = waiting.pop(draw.randrange(len(waiting)))
+            entry = waiting.pop(draw.randrange(len(waiting)))
+            used = draw.choice([None, (draw.randrange(50), draw.randrange(50))])
             # The champion may have answered in a canary's place.
-            ended = ended._replace(revision=draw.choice(["a", "b"]) * 64)
-            machine.log.settle(seq, ended, 200, draw.choice([None, (draw.randrange(50), draw.randrange(50))]))
+            machine.log.settle(entry, 200, used, draw.choice(["a", "b"]) * 64)
         if number > 50 and draw.random() < 0.3:
-            assert machine.copier.copy()
+            assert machine.copy()
             assert billed(access) == machine.sums()
-    for seq, one in waiting:
-        machine.log.settle(seq, one, 200, (1, 1))
-    machine.copier.copy()
+    for entry in waiting:
+        machine.log.settle(entry, 200, (1, 1))
+    machine.copy()
     assert billed(access) == machine.sums()
     with access.read() as connection:
         left = connection.execute(select(tables.usage_hours.c.open, tables.usage_hours.c.reserved)).all()
@@ -105,22 +110,21 @@ def test_the_copy_is_what_the_machine_itself_would_bill(machine: Machine, access
 
 def test_what_was_open_on_a_lost_disk_counts_as_reserved(machine: Machine, access: Access) -> None:
     machine.serve(1)
-    one = asked(2)
-    seq = machine.log.admit(one)
-    machine.copier.copy()
+    entry = machine.log.admit(asked(2))
+    machine.copy()
     # The machine lives, and will say what became of it.
     assert billed(access) == [("a" * 64, "user", 1, 7, 5, 0)]
     grow_silent(access)
     assert billed(access) == [("a" * 64, "user", 2, 7, 5, 100)]
     # It comes back.
-    machine.log.settle(seq, one, 200, (3, 4))
-    machine.copier.copy()
+    machine.log.settle(entry, 200, (3, 4))
+    machine.copy()
     assert billed(access) == [("a" * 64, "user", 2, 10, 9, 0)]
 
 
 def test_what_a_proxy_asks_elsewhere_is_not_billed_on_a_lost_disk(machine: Machine, access: Access) -> None:
     machine.log.admit(asked(1)._replace(repeated=1))
-    machine.copier.copy()
+    machine.copy()
     grow_silent(access)
     assert billed(access) == []
 
@@ -149,8 +153,8 @@ def test_a_pod_that_is_deleted_leaves_its_bill(
     for turn in (1, 2):
         shared = SharedBudgets(catalog_url)
         log = UsageLog(tmp_path / "pod", shared)
-        one = asked(turn)
-        log.settle(log.admit(one), one, 200, (7, 5))
+        log.settle(log.admit(asked(turn)), 200, (7, 5))
+        log.flush()
         log.hand_over()
         log.close()
         shared.close()
@@ -163,17 +167,19 @@ def test_a_running_gateway_copies_by_itself(
 ) -> None:
     monkeypatch.setattr(usage_log, "SHARE_S", 0.05)
     with closing(SharedBudgets(catalog_url)) as shared, closing(UsageLog(tmp_path / "one", shared)) as log:
-        one = asked(1)
-        log.settle(log.admit(one), one, 200, (7, 5))
+        log.settle(log.admit(asked(1)), 200, (7, 5))
+        log.flush()
         assert eventually(lambda: billed(access) == [("a" * 64, "user", 1, 7, 5, 0)])
 
 
 def test_two_gateways_of_a_machine_copy_one_log(machine: Machine, access: Access) -> None:
     other = SharedUsage(machine.root, access)
     for turn in range(6):
-        seq = machine.log.admit(one := asked(turn))
+        entry = machine.log.admit(asked(turn))
+        machine.log.flush()
         (machine.copier, other)[turn % 2].copy()
-        machine.log.settle(seq, one, 200, (7, 5))
+        machine.log.settle(entry, 200, (7, 5))
+        machine.log.flush()
         (other, machine.copier)[turn % 2].copy()
         assert billed(access) == machine.sums()
 
@@ -232,7 +238,7 @@ def test_a_quiet_machine_asks_the_catalog_for_nothing_but_a_beat(
 
 def test_requests_that_a_killed_gateway_left_are_told_as_unknown(machine: Machine, access: Access) -> None:
     machine.log.admit(asked(1))
-    machine.copier.copy()
+    machine.copy()
     with closing(connect(machine.root / "usage.db")) as connection:
         connection.execute("UPDATE requests SET gateway = 'dead'")
         (machine.root / "gateways" / "dead").touch()

@@ -130,20 +130,22 @@ def test_commits_become_durable_although_exports_fail(
 
 
 def test_a_request_is_reserved_and_settled(log: UsageLog, tmp_path: Path) -> None:
-    number = log.admit(asked(1, reserved=100))
+    entry = log.admit(asked(1, reserved=100), [Budget("tenant:acme", DAY, 100)])
     day, month = periods(NOON)
-    assert spent(tmp_path)["tenant:acme", day] == (0, 100)
-    log.settle(number, asked(1, reserved=100), 200, (7, 5))
+    assert spent(tmp_path) == {("tenant:acme", day): (0, 100)}
+    log.settle(entry, 200, (7, 5))
+    # A second time changes nothing.
+    log.settle(entry, 200, (7, 5))
+    log.flush(gives_back=True)
     assert set(spent(tmp_path)) == {(s, p) for s in ("tenant:acme", "key:k-acme") for p in (day, month)}
     assert set(spent(tmp_path).values()) == {(12, 0)}
-    # A second time changes nothing.
-    log.settle(number, asked(1, reserved=100), 200, (7, 5))
     assert totals(tmp_path) == (1, 7, 5, 0)
     assert (tmp_path / "usage.db").stat().st_mode & 0o777 == 0o600
 
 
 def test_what_is_not_known_counts_as_reserved(log: UsageLog, tmp_path: Path) -> None:
-    log.settle(log.admit(asked(1, reserved=100)), asked(1, reserved=100), 200, None)
+    log.settle(log.admit(asked(1, reserved=100)), 200, None)
+    log.flush()
     assert totals(tmp_path) == (1, 0, 0, 100)
     assert set(spent(tmp_path).values()) == {(100, 0)}
 
@@ -155,7 +157,7 @@ def test_a_budget_is_used_up_and_not_exceeded(log: UsageLog) -> None:
         log.admit(asked(2, reserved=41), budgets)
     assert refused.value.code == "insufficient_quota"
     assert 0 < refused.value.retry_after_s <= 86400
-    log.settle(first, asked(1, reserved=60), 200, (10, 0))
+    log.settle(first, 200, (10, 0))
     log.admit(asked(3, reserved=90), budgets)
     with pytest.raises(LimitReached):
         log.admit(asked(4, reserved=1), budgets)
@@ -180,7 +182,7 @@ def spend(root: Path, seed: int, outcome: "multiprocessing.Queue") -> None:
     for number in range(CLIENTS * TURNS):
         one = asked(number, reserved=rng.randint(50, 400))
         try:
-            held.append((log.admit(one, budgets), one))
+            held.append(log.admit(one, budgets))
         except LimitReached:
             refused += 1
         if len(held) >= CLIENTS or rng.random() < 0.5:
@@ -192,7 +194,7 @@ def spend(root: Path, seed: int, outcome: "multiprocessing.Queue") -> None:
         one = asked(0, reserved=size)
         while True:
             try:
-                log.settle(log.admit(one, budgets), one, 200, (0, size))
+                log.settle(log.admit(one, budgets), 200, (0, size))
                 used += size
             except LimitReached:
                 break
@@ -203,9 +205,11 @@ def spend(root: Path, seed: int, outcome: "multiprocessing.Queue") -> None:
 def settle_one(log: UsageLog, rng: random.Random, held: list) -> int:
     if not held:
         return 0
-    number, one = held.pop(rng.randrange(len(held)))
-    tokens = rng.choice([0, one.reserved // 2, one.reserved])
-    log.settle(number, one, 200, (tokens // 3, tokens - tokens // 3))
+    entry = held.pop(rng.randrange(len(held)))
+    tokens = rng.choice([0, entry.request.reserved // 2, entry.request.reserved])
+    log.settle(entry, 200, (tokens // 3, tokens - tokens // 3))
+    if rng.random() < 0.1:
+        log.flush()
     return tokens
 
 
@@ -226,17 +230,19 @@ def test_500_clients_of_two_gateways_use_the_whole_budget_and_no_token_more(tmp_
 
 
 def serve_until_killed(root: Path, told: "multiprocessing.connection.Connection", seed: int) -> None:
-    """A gateway that says what it admits before and after; it is killed somewhere."""
+    """A gateway that says what it has admitted and settled; it is killed somewhere."""
     log, rng, held = UsageLog(root), random.Random(seed), []
+    budgets = [Budget("tenant:acme", DAY, 10**9), Budget("key:k-acme", MONTH, 10**6)]
     for number in range(1_000_000):
-        one = asked(seed * 1_000_000 + number, reserved=10)
-        row = log.admit(one)
-        told.send(("admitted", one.id))
-        held.append((row, one))
+        entry = log.admit(asked(seed * 1_000_000 + number, reserved=10), budgets)
+        told.send(("admitted", entry.request.id))
+        held.append(entry)
         if len(held) > 5:
-            row, one = held.pop(rng.randrange(len(held)))
-            log.settle(row, one, 200, (1, 2))
-            told.send(("settled", one.id))
+            entry = held.pop(rng.randrange(len(held)))
+            log.settle(entry, 200, (1, 2))
+            told.send(("settled", entry.request.id))
+        if rng.random() < 0.1:
+            log.flush()
 
 
 def kill_gateways(root: Path, times: int) -> None:
@@ -264,7 +270,8 @@ def kill_gateways(root: Path, times: int) -> None:
     with closing(connect(root / "usage.db")) as connection:
         close_dead(root, connection)
         rows = connection.execute("SELECT id, state FROM requests").fetchall()
-        assert connection.execute("SELECT count(*) FROM requests WHERE state = 'admitted'").fetchone() == (0,)
+        for left in ("requests WHERE state = 'admitted'", "held", "gateways"):
+            assert connection.execute(f"SELECT count(*) FROM {left}").fetchone() == (0,)
     states = dict(rows)
     assert len(rows) == len(states) >= len(admitted) > times
     assert admitted <= states.keys()
@@ -300,10 +307,11 @@ def test_what_a_proxy_asks_elsewhere_is_billed_there_alone(tmp_path: Path) -> No
 
 
 def test_a_running_gateways_requests_stay_open(log: UsageLog, tmp_path: Path) -> None:
-    number = log.admit(asked(1))
+    entry = log.admit(asked(1))
     with closing(connect(tmp_path / "usage.db")) as connection:
         assert close_dead(tmp_path, connection) == 0
-    log.settle(number, asked(1), 200, (1, 1))
+    log.settle(entry, 200, (1, 1))
+    log.flush()
     assert totals(tmp_path) == (1, 1, 1, 0)
 
 
@@ -311,10 +319,11 @@ def test_rows_move_to_parquet_and_the_rollups_stay_equal(log: UsageLog, tmp_path
     rng = random.Random(0)
     for number in range(301):
         one = asked(number, at=NOON + 3600 * rng.randrange(60), tenant=rng.choice(["acme", "umbrella"]))
-        row = log.admit(one._replace(reserved=50))
+        entry = log.admit(one._replace(reserved=50))
         if number % 10:
             used = None if number % 7 == 0 else (rng.randrange(20), rng.randrange(20))
-            log.settle(row, one._replace(reserved=50), 200, used)
+            log.settle(entry, 200, used)
+    log.flush()
     assert export(tmp_path, time.time() + 61) == 270
     assert export(tmp_path, time.time() + 61) == 0
     raw = (
@@ -338,9 +347,10 @@ def _plain(value: object) -> object:
 
 
 def test_a_file_of_a_crashed_export_is_written_again(log: UsageLog, tmp_path: Path) -> None:
-    log.settle(log.admit(asked(1)), asked(1), 200, (1, 1))
-    # The newest row stays in the log.
-    log.settle(log.admit(asked(2)), asked(2), 200, (1, 1))
+    for number in (1, 2):
+        # The newest row stays in the log.
+        log.settle(log.admit(asked(number)), 200, (1, 1))
+    log.flush()
     orphan = tmp_path / "raw" / periods(NOON)[0] / "1-1.parquet"
     orphan.parent.mkdir(parents=True)
     orphan.write_bytes(b"half")
@@ -350,19 +360,20 @@ def test_a_file_of_a_crashed_export_is_written_again(log: UsageLog, tmp_path: Pa
 
 def test_the_files_of_a_day_that_is_over_become_one(log: UsageLog, tmp_path: Path) -> None:
     """A minute's files are merged, also with a row that was settled late; each row stays once."""
-    late = asked(0)
-    number = log.admit(late)
+    late = log.admit(asked(0))
     for minute in range(4):
         for turn in range(3):
             one = asked(10 * minute + turn + 1)
-            log.settle(log.admit(one), one, 200, (1, 1))
+            log.settle(log.admit(one), 200, (1, 1))
+        log.flush()
         export(tmp_path, NOON + 61 + 60 * minute + (time.time() - NOON))
     found = list((tmp_path / "raw" / periods(NOON)[0]).glob("*"))
     assert len(found) == 1
-    log.settle(number, late, 200, (1, 1))
+    log.settle(late, 200, (1, 1))
     for _ in range(2):
         # The newest row stays in the log.
-        log.settle(log.admit(asked(99, at=time.time())), asked(99), 200, (1, 1))
+        log.settle(log.admit(asked(99, at=time.time())), 200, (1, 1))
+        log.flush()
         export(tmp_path, time.time() + 61)
     found = list((tmp_path / "raw" / periods(NOON)[0]).glob("*"))
     assert [path.suffix for path in found] == [".parquet"]
@@ -377,7 +388,8 @@ def test_a_crash_while_files_are_merged_loses_no_row(
 ) -> None:
     for turn in range(3):
         one = asked(turn)
-        log.settle(log.admit(one), one, 200, (1, 1))
+        log.settle(log.admit(one), 200, (1, 1))
+        log.flush()
         export(tmp_path, time.time() + 61, go_on=lambda: False)
 
     def crash(*_: object) -> None:

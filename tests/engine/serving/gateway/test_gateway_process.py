@@ -4,7 +4,6 @@ import asyncio
 import os
 import random
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -84,11 +83,12 @@ def engines_count(root: Path) -> tuple[set[str], dict[str, tuple[int, int]]]:
 
 
 def logged(root: Path) -> dict[str, tuple[str, int | None, int | None, int]]:
-    """Return state, tokens of prompt and completion, and reservation of each request.
+    """Return state, tokens of prompt and completion, and reservation of each request of gateways that ended.
 
-    After a minute or two rows are in Parquet.
+    After a minute or two rows are in Parquet; the last ones are still in journals.
     """
-    with closing(sqlite3.connect(root / "usage" / "usage.db")) as connection:
+    with closing(connect(root / "usage" / "usage.db")) as connection:
+        close_dead(root / "usage", connection)
         found = connection.execute(f"SELECT {COLUMNS} FROM requests").fetchall()
         files = [
             str(root / "usage" / "raw" / file) for (file,) in connection.execute("SELECT file FROM exported")

@@ -3,9 +3,9 @@
 import asyncio
 import json
 import sqlite3
+import threading
 from collections.abc import Coroutine
 from contextlib import closing
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -15,9 +15,12 @@ import pytest
 import uvicorn
 
 from engine.catalog.catalog import Tenant
-from engine.errors import ConfigError, ServiceError
-from engine.metering import usage_rows
-from engine.metering.usage_rows import SETTLED_S
+from engine.errors import ConfigError, LimitReached
+from engine.metering import usage_log, usage_writer
+from engine.metering.held_budgets import Shortage
+from engine.metering.journal import UsageJournal
+from engine.metering.usage_rows import DAY, Budget
+from engine.metering.usage_writer import WRITTEN_S
 from engine.serving.gateway.call import Call
 from engine.serving.gateway.meter import FairShare, Meter, TokenBucket
 from tests.helpers.adapters_cold import settle
@@ -169,12 +172,17 @@ def ended(call: Call, used: tuple[int, int]) -> Call:
 async def test_no_more_than_the_reservation_and_nothing_negative_is_billed(world: World):
     call = world.call(world.key(), "a")
     await world.state.meter.open(call)
-    reserved = call.bill.asked.reserved
+    reserved = call.bill.entry.request.reserved
     world.state.meter.settle(ended(call, (reserved - 30, 10**9)))
     assert rows(world)["a"] == ("settled", reserved - 30, 30, reserved)
-    asked = call.bill.asked
-    with pytest.raises(sqlite3.IntegrityError):
-        world.usage.settle(world.usage.admit(asked), asked, 200, (-1, 1))
+    call = world.call(world.key(), "b")
+    await world.state.meter.open(call)
+    world.state.meter.settle(ended(call, (-1, 5)))
+    assert rows(world)["b"] == ("settled", 0, 5, reserved)
+    # A row that the database refuses would keep all others from it.
+    for used in ((-1, 1), (1, -1), (reserved, 1)):
+        with pytest.raises(ValueError, match=str(reserved)):
+            world.usage.settle(world.usage.admit(call.bill.entry.request), 200, used)
 
 
 async def test_an_engine_that_cannot_say_counts_as_reserved(world: World):
@@ -339,32 +347,28 @@ async def test_requests_under_way(world: World):
         assert (await client.post("/v1/completions", json=TURN)).status_code == 200
 
 
-async def test_a_request_that_cannot_be_recorded_is_not_served(world: World, monkeypatch):
-    def full(*_: object) -> int:
-        raise sqlite3.OperationalError("database or disk is full")
+def unwritable(*_: object) -> Any:
+    raise sqlite3.OperationalError("database or disk is full")
 
-    monkeypatch.setattr(world.usage, "record", full)
-    async with world.client(world.key()) as client:
-        response = await client.post("/v1/completions", json=TURN)
-    assert response.status_code == 503
+
+async def test_a_request_that_cannot_be_recorded_is_not_served(world: World, monkeypatch):
+    monkeypatch.setattr(UsageJournal, "append", Mock(side_effect=OSError("No space left on device")))
+    async with world.client(limited(world, tokens_per_day=1000)) as client:
+        found = [await client.post("/v1/completions", json=TURN | {"max_tokens": 900}) for _ in range(2)]
+    # The second one is not refused for the tokens of the first.
+    assert [one.status_code for one in found] == [503, 503]
     assert world.server.seen == []
 
 
 async def test_usage_that_could_not_be_written_is_written_with_the_next_request(world: World, monkeypatch):
-    """Also when that one is refused."""
-
-    plain = world.usage.record
-
-    def full(ended, asking, begun=()):
-        if ended:
-            raise sqlite3.OperationalError("database or disk is full")
-        return plain(ended, asking, begun)
-
+    """Also when that one is refused; until it is written, none is served."""
     async with world.client(limited(world, tokens_per_day=1000)) as client:
+        first = await client.post("/v1/completions", json=TURN | {"max_tokens": 200})
         with monkeypatch.context() as patched:
-            patched.setattr(world.usage, "record", full)
-            first = await client.post("/v1/completions", json=TURN | {"max_tokens": 200})
-            assert (first.status_code, [row[0] for row in rows(world).values()]) == (200, ["admitted"])
+            patched.setattr(usage_log, "begin", unwritable)
+            world.state.meter.flush()
+            second = await client.post("/v1/completions", json=TURN)
+            assert (first.status_code, second.status_code) == (200, 503)
         refused = await client.post("/v1/completions", json=TURN | {"n": 8, "max_tokens": 110})
     assert refused.json()["error"]["code"] == "insufficient_quota"
     assert [row[0] for row in rows(world).values()] == ["settled"]
@@ -372,20 +376,13 @@ async def test_usage_that_could_not_be_written_is_written_with_the_next_request(
 
 
 async def test_requests_that_come_or_end_together_are_written_at_once(world: World, monkeypatch):
-    commits = 0
-    plain = world.usage.record
-
-    def counted(*given):
-        nonlocal commits
-        commits += 1
-        return plain(*given)
-
-    monkeypatch.setattr(world.usage, "record", counted)
+    begun = Mock(side_effect=usage_log.begin)
+    monkeypatch.setattr(usage_log, "begin", begun)
     async with world.client(world.key()) as client:
         asked = [client.post("/v1/completions", json=TURN) for _ in range(20)]
         assert {one.status_code for one in await asyncio.gather(*asked)} == {200}
     assert_exact(world)
-    assert 2 <= commits <= 8
+    assert 1 <= begun.call_count <= 8
 
 
 async def test_one_refusal_of_a_turn_leaves_the_others(world: World):
@@ -400,24 +397,21 @@ async def test_one_refusal_of_a_turn_leaves_the_others(world: World):
     assert_exact(world)
 
 
-async def test_a_client_that_leaves_while_it_is_admitted_spends_nothing(world: World):
-    """Before its row is written there is none; afterwards it is closed with nothing used."""
-    meter, key = world.state.meter, world.key()
-    # Where another is under way, a request waits for those of its turn.
-    other = world.call(key, "0")
-    await meter.open(other)
-    for turns, states in ((1, ["admitted"]), (2, ["admitted", "settled"])):
-        opening = asyncio.ensure_future(meter.open(world.call(key, str(turns))))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        opening.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await opening
-        await asyncio.sleep(2 * SETTLED_S)
-        assert [row[0] for row in rows(world).values()] == states
-    assert rows(world)["2"][1:3] == (0, 0)
-    meter.settle(ended(other, (1, 1)))
-    assert not meter.under_way
+async def test_a_client_that_leaves_while_a_budget_is_drawn_spends_nothing(world: World, monkeypatch):
+    """It waits for other machines' database; nothing of it is recorded yet."""
+    budget = Budget("tenant:acme", DAY, 100)
+    short = Shortage(budget, "2026-11-28", 8, LimitReached("The tenant 'acme' has 0 tokens left.", 1.0))
+    has_come, may_go = threading.Event(), threading.Event()
+    monkeypatch.setattr(world.usage, "admit", Mock(side_effect=short))
+    monkeypatch.setattr(world.usage, "draw", lambda _: has_come.set() or may_go.wait(60))
+    opening = asyncio.ensure_future(world.state.meter.open(world.call(world.key(), "0")))
+    assert await asyncio.to_thread(has_come.wait, 60)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    may_go.set()
+    assert not world.state.meter.under_way
+    assert rows(world) == {}
 
 
 async def test_an_end_is_written_soon_without_another_request(world: World):
@@ -426,7 +420,7 @@ async def test_an_end_is_written_soon_without_another_request(world: World):
     world.state.meter.settle(ended(call, (1, 1)))
     async with asyncio.timeout(60):
         while world.usage_state("0") != "settled":
-            await asyncio.sleep(SETTLED_S)
+            await asyncio.sleep(WRITTEN_S)
 
 
 async def test_an_end_that_could_not_be_written_is_written_without_another_request(
@@ -434,52 +428,17 @@ async def test_an_end_that_could_not_be_written_is_written_without_another_reque
 ):
     call = world.call(world.key(), "0")
     await world.state.meter.open(call)
-    record = world.usage.record
-    busy = Mock(side_effect=sqlite3.OperationalError("database is locked"))
-    monkeypatch.setattr(usage_rows, "AGAIN_S", 0.05)
-    monkeypatch.setattr(world.usage, "record", busy)
-    world.state.meter.settle(ended(call, (1, 1)))
-    async with asyncio.timeout(60):
-        while not busy.called:
-            await asyncio.sleep(SETTLED_S)
-    monkeypatch.setattr(world.usage, "record", record)
+    busy = Mock(side_effect=unwritable)
+    monkeypatch.setattr(usage_writer, "AGAIN_S", 0.05)
+    with monkeypatch.context() as patched:
+        patched.setattr(usage_log, "begin", busy)
+        world.state.meter.settle(ended(call, (1, 1)))
+        async with asyncio.timeout(60):
+            while not busy.called:
+                await asyncio.sleep(WRITTEN_S)
     async with asyncio.timeout(60):
         while world.usage_state("0") != "settled":
             await asyncio.sleep(0.01)
-
-
-async def test_a_second_try_that_cannot_be_written_leaves_those_of_the_first(
-    world: World, monkeypatch: pytest.MonkeyPatch
-):
-    """Where a budget refuses, what has ended is written first; an error then is of the refused ones alone."""
-    meter, wide, tight = world.state.meter, world.key(), limited(world, tokens_per_day=100)
-    # Nothing else writes what has ended, however long the test stands still.
-    monkeypatch.setattr(usage_rows, "SETTLED_S", 3600.0)
-
-    def large(id: str) -> Call:
-        call = world.call(tight, id)
-        call.body_bytes, call.size = 10, replace(call.size, most_tokens=50)
-        return call
-
-    ending = world.call(wide, "1")
-    for call in (large("0"), ending):
-        await meter.open(call)
-    meter.settle(ended(ending, (1, 1)))
-    record, busy = world.usage.record, sqlite3.OperationalError("database is locked")
-
-    def locked_later(*given):
-        monkeypatch.setattr(world.usage, "record", Mock(side_effect=busy))
-        return record(*given)
-
-    monkeypatch.setattr(world.usage, "record", locked_later)
-    calls = [world.call(wide, "2"), large("3")]
-    opened = await asyncio.gather(*map(meter.open, calls), return_exceptions=True)
-    monkeypatch.setattr(world.usage, "record", record)
-    assert opened[0] is None
-    assert isinstance(opened[1], ServiceError)
-    assert rows(world)["2"][0] == "admitted"
-    meter.settle(ended(calls[0], (1, 1)))
-    assert rows(world)["2"][0] == "settled"
 
 
 async def test_scores_and_rollouts_are_apart(world: World):
