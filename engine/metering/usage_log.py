@@ -3,7 +3,7 @@
 A request is a line of its gateway's journal before it is forwarded, and another one at its end. From there
 it becomes a row, `admitted` or `settled`, in one transaction with the budgets' counters and the roll-ups, so
 that none of the three can differ from the others. A line survives a kill of the process; a power failure
-loses at most `SYNC_S`.
+loses at most the last two `SYNC_S`.
 
 Once a gateway is dead, what its journal still has is written, and its open rows are closed as `unknown` at
 what they had reserved.
@@ -261,12 +261,13 @@ class UsageLog:
             return
         self._dirty = False
         try:
-            self._journal.sync()
             file = os.open(f"{self.path}-wal", os.O_RDONLY)
             try:
                 os.fdatasync(file)
             finally:
                 os.close(file)
+            # Afterwards, since lines that are gone from it are in the log.
+            self._journal.sync()
         except OSError:
             self._dirty = True
             raise

@@ -23,6 +23,7 @@ from engine.settings.params import Params
 from engine.store.segments import Store
 from engine.training.service import state
 from engine.training.service.state import Journal
+from tests.helpers.live import server_and_core
 from tests.helpers.repository import ROOT
 
 # In the order in which a step goes through them.
@@ -146,8 +147,7 @@ def processes_of(params: Params, name: str) -> list[psutil.Process]:
     reaper = reaper_of(params, name)
     # psutil takes None for the caller itself.
     assert reaper
-    found = psutil.Process(reaper).children(recursive=True)
-    return [found[0], *(one for one in found[1:] if "EngineCore" in one.name())]
+    return [*server_and_core(reaper)] if name == "engine" else psutil.Process(reaper).children()[:1]
 
 
 def await_return(params: Params, name: str, gone: int | None) -> None:

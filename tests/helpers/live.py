@@ -185,6 +185,14 @@ def start_engine(
     raise RuntimeError("The engine did not start:\n" + file.with_suffix(".log").read_text()[-4000:])
 
 
+def server_and_core(reaper: int) -> tuple[psutil.Process, psutil.Process]:
+    """Return API server and EngineCore of the engine that this process started."""
+    (server,) = psutil.Process(reaper).children()
+    # Beside it there may be the process that compiles grammars.
+    (core,) = (one for one in server.children() if "grammar_process" not in " ".join(one.cmdline()))
+    return server, core
+
+
 def stop_engine(running: RunningEngine) -> None:
     stop_reaped(running.process)
 

@@ -7,22 +7,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
-import psutil
 
-from tests.helpers.live import RunningEngine
+from tests.helpers.live import RunningEngine, server_and_core
 from tests.helpers.repository import ROOT
 
 
-def processes_of(engine: RunningEngine) -> tuple[psutil.Process, psutil.Process]:
-    """Return the API server and EngineCore."""
-    (server,) = psutil.Process(engine.process.pid).children()
-    # Beside it there may be the process that compiles grammars.
-    (core,) = (one for one in server.children() if "grammar_process" not in " ".join(one.cmdline()))
-    return server, core
-
-
 def test_the_core_shares_the_servers_memory_and_thread_pool(engine: RunningEngine) -> None:
-    server, core = processes_of(engine)
+    server, core = server_and_core(engine.process.pid)
     # What a spawned core imports lies on pages of its own.
     memory = core.memory_full_info()
     assert memory.rss - memory.uss > 200 << 20
@@ -37,7 +28,7 @@ def test_the_core_has_no_socket_of_the_engines_port(engine: RunningEngine) -> No
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines() if port in line]
     links = {f"socket:[{line[9]}]" for line in lines if line[3] == "0A"}
     assert links
-    server, core = processes_of(engine)
+    server, core = server_and_core(engine.process.pid)
     for process, holds in ((server, True), (core, False)):
         found = set()
         for link in Path(f"/proc/{process.pid}/fd").iterdir():

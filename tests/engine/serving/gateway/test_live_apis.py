@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import openai
-import psutil
 import pytest
 from lm_eval.__main__ import cli_evaluate
 
@@ -22,7 +21,7 @@ from engine.clients.engine import EngineClient
 from engine.evaluation.conversations import exchange_of, follow_up_body
 from engine.serving.gateway.route_table import OF_CHOICES, ROUTES
 from tests.helpers.access_matrix import ROLE_SETS, Names, gateway_faults
-from tests.helpers.live import RunningEngine, eventually
+from tests.helpers.live import RunningEngine, eventually, server_and_core
 from tests.helpers.slow_schemas import slow_schema
 
 TURNS = [{"role": "user", "content": "What is 3 + 4?"}]
@@ -108,8 +107,7 @@ def observed(engine: RunningEngine, request_id: str) -> dict[str, Any]:
 @contextmanager
 def stopped_core(engine: RunningEngine) -> Iterator[None]:
     """Stop the process that computes tokens; the one that answers requests runs."""
-    started = psutil.Process(engine.process.pid).children(recursive=True)
-    (core,) = (process for process in started if "EngineCore" in process.name())
+    _, core = server_and_core(engine.process.pid)
     core.suspend()
     try:
         yield
