@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-import duckdb
 import httpx
 import psutil
 import pytest
@@ -21,6 +20,7 @@ from engine.metering.usage_rows import connect
 from tests.helpers.gateways import open_world
 from tests.helpers.live import free_port
 from tests.helpers.repository import ROOT
+from tests.helpers.usage_rows import usage_rows
 
 COLUMNS = "id, state, prompt, completion, reserved"
 PROGRAM = ROOT / "tests/helpers/gateway_process.py"
@@ -83,18 +83,11 @@ def engines_count(root: Path) -> tuple[set[str], dict[str, tuple[int, int]]]:
 
 
 def logged(root: Path) -> dict[str, tuple[str, int | None, int | None, int]]:
-    """Return state, tokens of prompt and completion, and reservation of each request of gateways that ended.
-
-    After a minute or two rows are in Parquet; the last ones are still in journals.
-    """
+    """Return state, tokens of prompt and completion, and reservation of each request of dead gateways."""
     with closing(connect(root / "usage" / "usage.db")) as connection:
+        # The last ones are still in journals.
         close_dead(root / "usage", connection)
-        found = connection.execute(f"SELECT {COLUMNS} FROM requests").fetchall()
-        files = [
-            str(root / "usage" / "raw" / file) for (file,) in connection.execute("SELECT file FROM exported")
-        ]
-    if files:
-        found += duckdb.sql(f"SELECT {COLUMNS} FROM read_parquet({files})").fetchall()
+    found = usage_rows(root / "usage", COLUMNS)
     assert len(found) == len({row[0] for row in found})
     return {row[0].removeprefix("cmpl-"): row[1:] for row in found}
 

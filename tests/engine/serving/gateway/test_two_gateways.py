@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import sqlite3
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import duckdb
 import httpx
 import pytest
 
@@ -24,6 +22,7 @@ from tests.helpers.gateways import open_world
 from tests.helpers.haproxy import balanced
 from tests.helpers.live import eventually, free_port
 from tests.helpers.postgres import fresh_database
+from tests.helpers.usage_rows import usage_rows
 
 from .test_gateway_process import TURN, engines_count, started
 
@@ -68,14 +67,8 @@ class Machine:
         self.process.wait()
 
     def rows(self) -> list["Row"]:
-        """Return the requests that were admitted here: of the log, and of the hours that were exported."""
-        usage, found = self.root / "usage", []
-        for file in usage.glob("raw/*/*.parquet"):
-            found += duckdb.sql(f"SELECT {COLUMNS} FROM read_parquet('{file}')").fetchall()
-        with closing(sqlite3.connect(usage / "usage.db")) as connection:
-            found += connection.execute(f"SELECT {COLUMNS} FROM requests ORDER BY seq").fetchall()
-        # What a kill left in both is one request.
-        return [Row(*row) for row in {row[0]: row for row in found}.values()]
+        """Return the requests that were admitted here."""
+        return [Row(*row) for row in usage_rows(self.root / "usage", COLUMNS)]
 
     def hand_over(self, access: Access) -> None:
         """Close what the dead left, and copy the log, as the next gateway of this machine does."""
