@@ -19,6 +19,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DatabaseError, InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
+from engine.catalog.commit_watch import CommitWatch
 from engine.catalog.records import OLDEST_SCHEMA, SCHEMA_VERSION
 from engine.errors import ConfigError, NotFound, ServiceError
 from engine.version import UPGRADE_FIRST
@@ -137,7 +138,8 @@ class Access:
         )
         self._dialect: Any = sqlite if self.is_sqlite else postgresql
         self.mark = "?" if self.is_sqlite else "%s"
-        self.watch, self._reader = self._connect(), self._connect()
+        self.watch = CommitWatch(self.label) if self.is_sqlite else None
+        self._reader = self._connect()
         self._reading = threading.Lock()
         self.schema = self._checked_schema()
 
@@ -227,7 +229,7 @@ class Access:
         query = "SELECT * FROM alembic_version"
         try:
             if self.watch:
-                row = self.watch.execute(query).fetchone()
+                row = self.watch.connection.execute(query).fetchone()
             else:
                 with self.single.connect() as connection:
                     row = connection.exec_driver_sql(query).first()

@@ -4,8 +4,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
-from prometheus_client import Counter
-
 from engine.catalog.catalog import Key, Tenant
 from engine.catalog.records import OURS, TINKERS
 from engine.errors import Forbidden, Unauthorized
@@ -17,7 +15,6 @@ from engine.serving.gateway.routing import Router
 
 # Seconds between two lines on requests without a valid key.
 SAYS_S = 10.0
-NO_KEYS = Counter("graftwork_requests_without_key", "Requests refused for want of a valid key.")
 log = logging.getLogger("graftwork.admission")
 # A key may also be written as Tinker's SDK wants it.
 KEY_LENGTHS = (len(OURS) + 40, len(TINKERS) + 40)
@@ -94,14 +91,13 @@ def require(what: str, roles: Sequence[str], key: Key) -> None:
 
 
 class FailedKeys:
-    """Counts requests without a valid key, and logs them with a rate: they may be many."""
+    """Logs requests without a valid key with a rate: they may be many."""
 
     def __init__(self) -> None:
         self._count, self._said_at = 0, -SAYS_S
 
     def note(self, client: str) -> None:
         """Take one more, from this address."""
-        NO_KEYS.inc()
         self._count += 1
         now = time.monotonic()
         if now - self._said_at >= SAYS_S:

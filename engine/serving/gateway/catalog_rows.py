@@ -226,9 +226,8 @@ class CatalogRows:
 
     def _commits_now(self) -> int | None:
         """Return a number that changes when another connection commits to the file; None for a server."""
-        watch = self._access.watch
         try:
-            return int(watch.execute("PRAGMA data_version").fetchone()[0]) if watch else None
+            return self._access.watch.commits() if self._access.watch else None
         except sqlite3.DatabaseError as error:
             raise ServiceError(f"The catalog {self._access.label} cannot be read: {error}.") from error
 

@@ -224,7 +224,7 @@ def test_a_gateway_that_cannot_read_drops_the_canary(catalog, monkeypatch):
     assert router.resolve("sums", "ann").arm == "canary"
 
     fault = sqlite3.OperationalError("disk I/O error")
-    monkeypatch.setattr(catalog.access, "watch", Mock(execute=Mock(side_effect=fault)))
+    monkeypatch.setattr(catalog.access, "watch", Mock(commits=Mock(side_effect=fault)))
     clock.now = STALE_S / 2
     assert router.resolve("sums", "ann").arm == "canary"
     clock.now = STALE_S * 1.01

@@ -241,7 +241,8 @@ async def test_a_session_has_a_short_name(world: World):
 
 
 def without_key() -> float:
-    return REGISTRY.get_sample_value("graftwork_requests_without_key_total") or 0.0
+    labels = {"status": "401", "reason": "invalid_api_key"}
+    return REGISTRY.get_sample_value("graftwork_answers_total", labels) or 0.0
 
 
 async def test_requests_without_a_key_are_counted_and_said_with_a_rate(
@@ -509,7 +510,7 @@ async def test_a_key_is_not_trusted_while_the_catalog_is_silent(world: World, mo
     monkeypatch.setattr(router.rows, "clock", lambda: now[0])
     router.key(key)
 
-    silent = Mock(execute=Mock(side_effect=sqlite3.OperationalError("disk I/O error")))
+    silent = Mock(commits=Mock(side_effect=sqlite3.OperationalError("disk I/O error")))
     monkeypatch.setattr(world.catalog.access, "watch", silent)
     now[0] += 59
     assert router.key(key)
