@@ -29,6 +29,7 @@ from engine.catalog.opening import open_catalog
 from engine.catalog.records import SCHEMA_VERSION
 from engine.errors import ConfigError, Conflict, DamagedBytes, NotFound, ServiceError
 from engine.file_lock import alone_in
+from engine.metering.journal import JOURNALS
 from engine.settings.params import Params, Paths
 from engine.store.open import open_store
 from engine.threads import PeriodicThread
@@ -205,7 +206,8 @@ def _copy_databases(params: Params, staging: Path, writer: BackupWriter) -> str:
         mlflow = "there is none yet"
     writer.add_file("state/catalog.db", catalog)
     if (paths.usage / "usage.db").is_file():
-        # Before its Parquet files: rows are in one of them once they have left the database.
+        # What leaves a journal is in the database, and what leaves that in Parquet.
+        journals = {file.name: file.read_bytes() for file in (paths.usage / JOURNALS).glob("*")}
         copy_sqlite(paths.usage / "usage.db", staging / "usage.db")
         writer.add_file("state/usage/usage.db", staging / "usage.db")
         with closing(sqlite3.connect(staging / "usage.db")) as copy:
@@ -214,8 +216,8 @@ def _copy_databases(params: Params, staging: Path, writer: BackupWriter) -> str:
         for file in noted:
             writer.add_file(f"state/usage/raw/{file}", paths.usage / "raw" / file)
         for name in gateways:
-            # The empty journal of a dead gateway, by which its open requests are closed.
-            writer.add_parts(f"state/usage/gateways/{name}", [])
+            # As of a dead gateway: its open requests are closed.
+            writer.add_parts(f"state/usage/{JOURNALS}/{name}", filter(None, [journals.get(name)]))
     return mlflow
 
 

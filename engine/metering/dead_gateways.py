@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.file_lock import has_holder
 from engine.metering.held_budgets import release
-from engine.metering.journal import ADMITTED, BEGUN, FOLDER, lines
+from engine.metering.journal import ADMITTED, BEGUN, JOURNALS, lines
 from engine.metering.usage_rows import HAS_BEGUN, Metered, Spending, add_row, begin, close_row, counters
 
 ROW = "SELECT seq, id, tenant, key, policy, revision, purpose, at, reserved, repeated FROM requests"
@@ -16,7 +16,7 @@ OPEN = f"{ROW} WHERE state = 'admitted' AND gateway = ?"
 def close_dead(root: Path, connection: sqlite3.Connection) -> int:
     """Close the open rows of gateways that are gone, mostly as `unknown`; return how many there were."""
     closed = 0
-    for file in (root / FOLDER).glob("*"):
+    for file in (root / JOURNALS).glob("*"):
         if has_holder(file, gone=False):
             continue
         gateway = file.name

@@ -8,7 +8,7 @@ from filelock import FileLock, Timeout
 
 from engine.errors import ServiceError
 from engine.metering.dead_gateways import close_dead
-from engine.metering.journal import ADMITTED, FOLDER, lines
+from engine.metering.journal import ADMITTED, JOURNALS, lines
 from engine.metering.raw_usage import copy_parquet
 from engine.metering.usage_rows import Metered, begin, connect
 
@@ -62,7 +62,7 @@ def _in_journals(root: Path, connection: sqlite3.Connection, tenant: str) -> int
     count = 0
     for gateway, written in connection.execute("SELECT * FROM gateways").fetchall():
         with suppress(FileNotFoundError):
-            new = lines(root / FOLDER / gateway, written)
+            new = lines(root / JOURNALS / gateway, written)
             count += sum(kind == ADMITTED and Metered(*fields).tenant == tenant for _, kind, fields in new)
     return count
 

@@ -23,14 +23,14 @@ import orjson
 from engine.file_lock import create_locked
 
 ADMITTED, BEGUN, ENDED = "a", "b", "e"
-FOLDER = "gateways"
+JOURNALS = "gateways"
 
 
 class UsageJournal:
     """The journal of a gateway of this process, in the usage log's directory `root`."""
 
     def __init__(self, root: Path, gateway: str):
-        folder = root / FOLDER
+        folder = root / JOURNALS
         folder.mkdir(exist_ok=True, mode=0o700)
         self._file = create_locked(root / f"{gateway}.new", folder / gateway, os.O_APPEND)
         self._size = 0

@@ -48,7 +48,7 @@ SHARED = """
     ) STRICT, WITHOUT ROWID;
 """
 # What gateways hold of budgets, and the last line of each one's journal that is written here.
-JOURNALS = """
+HELD = """
     CREATE TABLE gateways (gateway TEXT PRIMARY KEY, written INTEGER NOT NULL) STRICT, WITHOUT ROWID;
     CREATE TABLE held (
         gateway TEXT NOT NULL, subject TEXT NOT NULL, period TEXT NOT NULL, tokens INTEGER NOT NULL,
@@ -56,7 +56,7 @@ JOURNALS = """
     ) STRICT, WITHOUT ROWID;
 """
 # Version 1, which commit 265b009 has, lacks the checks, `repeated` and what is shared; version 3 lacks what
-# JOURNALS has.
+# HELD has.
 SET_ASIDE = """
     ALTER TABLE requests RENAME TO old_requests;
     ALTER TABLE spent RENAME TO old_spent;
@@ -94,7 +94,7 @@ def create(path: Path) -> None:
                 )
             if schema == VERSION:
                 return
-            script = JOURNALS
+            script = HELD
             if schema < 3:
                 script += (SET_ASIDE + COUNTED + CARRY_OVER if schema else COUNTED + OTHERS) + SHARED
             for statement in filter(str.strip, script.split(";")):

@@ -192,6 +192,20 @@ def test_all_of_it_is_there_on_another_machine(params: Params, tmp_path: Path) -
         assert close_dead(there.paths.usage, usage) == 1
 
 
+def test_requests_that_are_in_a_journal_alone_are_in_it(params: Params, tmp_path: Path) -> None:
+    asked = Metered("open", "acme", "k", "north", "", "user", time.time(), 10)
+    with closing(UsageLog(params.paths.usage)) as log:
+        log.admit(asked)
+        log.settle(log.admit(asked._replace(id="ended")), 200, (3, 4))
+        backup(params, str(tmp_path / "kept"))
+    there = elsewhere(params)
+    restore_backup(there, str(tmp_path / "kept"))
+    with closing(connect(there.paths.usage / "usage.db")) as usage:
+        close_dead(there.paths.usage, usage)
+        found = dict(usage.execute("SELECT id, state FROM requests"))
+    assert found == {"r1": "settled", "r2": "unknown", "open": "unknown", "ended": "settled"}
+
+
 def test_no_credential_is_in_it(params: Params, tmp_path: Path) -> None:
     local = params.paths.local_key.read_bytes().strip()
     backup(params, str(tmp_path / "kept"))
