@@ -15,7 +15,7 @@ from engine.metering.usage_rows import Budget, Metered
 WRITTEN_S = 0.1
 # When a write that failed is tried again, if no request comes before.
 AGAIN_S = 1.0
-UNSETTLED = Counter("graftwork_usage_unsettled", "Failed attempts to write usage to its database.")
+UNSETTLED = Counter("graftwork_usage_unsettled", "Failed attempts to write usage to journal or database.")
 log = logging.getLogger("graftwork.meter")
 
 
@@ -37,6 +37,9 @@ class UsageWriter:
             except Shortage as short:
                 if not await asyncio.to_thread(self._usage.draw, short):
                     raise short.refusal from None
+            except (sqlite3.Error, OSError):
+                UNSETTLED.inc()
+                raise
             else:
                 self._flush_within(WRITTEN_S)
                 return entry

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import httpx
 import pytest
 import uvicorn
+from prometheus_client import REGISTRY
 
 from engine.catalog.catalog import Tenant
 from engine.errors import ConfigError, LimitReached
@@ -347,17 +348,24 @@ async def test_requests_under_way(world: World):
         assert (await client.post("/v1/completions", json=TURN)).status_code == 200
 
 
+def unsettled() -> float:
+    return REGISTRY.get_sample_value("graftwork_usage_unsettled_total") or 0.0
+
+
 def unwritable(*_: object) -> Any:
     raise sqlite3.OperationalError("database or disk is full")
 
 
 async def test_a_request_that_cannot_be_recorded_is_not_served(world: World, monkeypatch):
     monkeypatch.setattr(UsageJournal, "append", Mock(side_effect=OSError("No space left on device")))
+    before = unsettled()
     async with world.client(limited(world, tokens_per_day=1000)) as client:
         found = [await client.post("/v1/completions", json=TURN | {"max_tokens": 900}) for _ in range(2)]
     # The second one is not refused for the tokens of the first.
     assert [one.status_code for one in found] == [503, 503]
     assert world.server.seen == []
+    # Of which somebody is told.
+    assert unsettled() == before + 2
 
 
 async def test_usage_that_could_not_be_written_is_written_with_the_next_request(world: World, monkeypatch):
