@@ -52,11 +52,15 @@ def _write_journal(file: Path, after: int, connection: sqlite3.Connection, spend
             rows[number] = add_row(connection, file.name, Metered(*fields))
             continue
         first, known_row, *rest = fields
-        row = rows[first] if known_row is None else known_row
+        its_row = rows.get(first) if known_row is None else known_row
+        found = connection.execute(f"{ROW} WHERE seq = ? AND gateway = ?", (its_row, file.name)).fetchone()
+        if found is None:
+            # A power failure has undone the commit of the row, whose number may be another one's by now.
+            continue
+        row, *old = found
         if kind == BEGUN:
             connection.execute(HAS_BEGUN, (row,))
         else:
             revision, status, used = rest
-            found = connection.execute(f"{ROW} WHERE seq = ?", (row,)).fetchone()
-            request = Metered(*found[1:])._replace(revision=revision)
+            request = Metered(*old)._replace(revision=revision)
             close_row(connection, spending, row, request, status, used)

@@ -13,6 +13,7 @@ left to be written. Each line is a JSON array: its number, its kind, and
 """
 
 import errno
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from engine.file_lock import create_locked
 
 ADMITTED, BEGUN, ENDED = "a", "b", "e"
 JOURNALS = "gateways"
+log = logging.getLogger("graftwork.usage")
 
 
 class UsageJournal:
@@ -62,9 +64,14 @@ class UsageJournal:
 
 
 def lines(file: Path, after: int) -> Iterator[tuple[int, str, list[Any]]]:
-    """Yield number, kind and fields of the lines behind line number `after`."""
+    """Yield number, kind and fields of the lines behind line number `after`, up to one that is damaged."""
     # A line that a crash has cut off was never answered for.
     for line in file.read_bytes().split(b"\n")[:-1]:
-        number, kind, *fields = orjson.loads(line)
+        try:
+            number, kind, *fields = orjson.loads(line)
+        except (ValueError, TypeError):
+            # Some file systems leave zeros where a power failure came before the bytes.
+            log.warning("What %s has behind line %d is damaged, and nothing of it counts.", file, after)
+            return
         if number > after:
             yield number, kind, fields

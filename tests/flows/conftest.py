@@ -12,7 +12,7 @@ import pytest
 
 from engine.catalog.records import served_name
 from tests.helpers.live import eventually, left_behind
-from tests.helpers.main_job import run_job, short_policies
+from tests.helpers.main_job import run_job, short_policies, usual_seconds
 from tests.helpers.operated import POLICY, QUICKSTART, Operated, graftwork, write_settings
 from tests.helpers.repository import ROOT
 
@@ -95,3 +95,9 @@ def second(people: Operated, quickstart: str) -> Second:
     versions = people.mlflow.search_model_versions(f"name = '{quickstart}'")
     newest = max(versions, key=lambda one: int(one.version))
     return Second(trained, str(newest.version), served_name(quickstart, newest.tags["graftwork.digest"]))
+
+
+@pytest.fixture(scope="module")
+def usual_s(tmp_path_factory: pytest.TempPathFactory) -> float:
+    """The seconds of a whole main job, of whose tenths the files of interrupts take a moment each."""
+    return usual_seconds(tmp_path_factory.mktemp("whole"))

@@ -15,16 +15,10 @@ from tests.helpers.main_job import (
     is_in_a_canary,
     is_training,
     run_job,
-    usual_seconds,
     write_job,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.services, pytest.mark.timeout(2400)]
-
-
-@pytest.fixture(scope="module")
-def usual_s(tmp_path_factory: pytest.TempPathFactory) -> float:
-    return usual_seconds(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.mark.parametrize("number", range(MOMENTS // 2))

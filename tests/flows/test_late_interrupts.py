@@ -4,14 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.main_job import MOMENTS, check_moment, usual_seconds
+from tests.helpers.main_job import MOMENTS, check_moment
 
 pytestmark = [pytest.mark.slow, pytest.mark.services, pytest.mark.timeout(2400)]
-
-
-@pytest.fixture(scope="module")
-def usual_s(tmp_path_factory: pytest.TempPathFactory) -> float:
-    return usual_seconds(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.mark.parametrize("number", range(MOMENTS // 2, MOMENTS))

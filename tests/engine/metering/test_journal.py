@@ -6,13 +6,14 @@ from contextlib import closing
 from pathlib import Path
 from unittest.mock import Mock
 
+import orjson
 import pytest
 
 from engine.metering import journal
 from engine.metering.dead_gateways import close_dead
-from engine.metering.journal import ADMITTED, UsageJournal, lines
+from engine.metering.journal import ADMITTED, BEGUN, ENDED, UsageJournal, lines
 from engine.metering.usage_log import UsageLog
-from engine.metering.usage_rows import Budget, Metered, connect, periods
+from engine.metering.usage_rows import Budget, Metered, add_row, connect, periods
 from engine.metering.usage_schema import VERSION, create
 from tests.helpers.children import children
 
@@ -100,6 +101,34 @@ def test_an_end_that_the_journal_cannot_take_reaches_the_database(
         log.settle(entry, 200, (1, 2))
         log.flush()
     assert closed(tmp_path) == {"r1": ("settled", 2, "a" * 64)}
+
+
+def test_what_a_power_failure_leaves_is_counted_as_far_as_it_is_whole(tmp_path: Path) -> None:
+    """The commit of row 1 is undone, and its number given again; the end of the journal is zeros."""
+    create(tmp_path / "usage.db")
+    with closing(connect(tmp_path / "usage.db")) as connection:
+        connection.execute("INSERT INTO gateways VALUES ('dead', 0)")
+        row = add_row(connection, "living", asked(1))
+    whole = [
+        (2, BEGUN, 1, row),
+        (3, ENDED, 1, row, "", 200, (1, 2)),
+        (4, ADMITTED, *asked(2)),
+        (5, ADMITTED, *asked(3)),
+        (6, ENDED, 4, None, "", 200, (1, 3)),
+    ]
+    (tmp_path / "gateways").mkdir()
+    (tmp_path / "gateways" / "dead").write_bytes(
+        b"".join(orjson.dumps(line) + b"\n" for line in whole)
+        + bytes(100)
+        + orjson.dumps((7, ENDED, 5, None, "", 200, (1, 4)))
+        + b"\n"
+    )
+    assert closed(tmp_path) == {
+        "r1": ("admitted", None, "a" * 64),
+        "r2": ("settled", 3, ""),
+        "r3": ("unknown", None, "a" * 64),
+    }
+    assert list((tmp_path / "gateways").iterdir()) == []
 
 
 def test_a_log_of_version_3_opens_with_what_its_gateways_left(tmp_path: Path) -> None:
