@@ -5,11 +5,13 @@ First an evaluator finds it in its shadow, before any user meets it; then simula
 
 import json
 import time
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from prefect import flow
 
+from engine.errors import NotFound
 from engine.files import write_whole
 from engine.settings.evaluators import EvaluatorConfig
 from engine.settings.forms import AdaptForm, ReleaseForm
@@ -17,7 +19,7 @@ from engine.settings.params import Params
 from engine.threads import in_parallel
 from flows.adapt import adapt
 from flows.display import print_stage
-from flows.release import release
+from flows.release import follow, release
 from flows.report import publish_report
 from tasks.outcome import (
     Adapted,
@@ -116,23 +118,27 @@ def release_to_users(
     They go on for `after_s` seconds; `more` are fields of the form. Returns the ended release's row and the
     ids of the users' requests.
     """
-    hold_others(params, revision)
+    left = left_running(params, revision)
     # Two cores answer a few users of a language model a second.
     per_second = 30 if is_generated(params, revision.policy) else 3
     with users(params, revision.policy, Population(per_second / sharing)) as crowd:
         form = ReleaseForm(policy=revision.policy, digest=revision.digest, by="demo", **more)
-        ended = release(form)
+        # The ratings of these users may end what was left running before a flow could ask for it.
+        ended = release(form) if left is None else follow(params, left)
         time.sleep(after_s)
     # A user without an answer fails the run.
     crowd.refuse_unanswered()
     return ended, crowd.answered
 
 
-def hold_others(params: Params, revision: Adapted) -> None:
-    """End a release that an interrupted run left open, since a policy has one release at a time."""
-    from engine.catalog.opening import open_catalog
+def left_running(params: Params, revision: Adapted) -> dict[str, Any] | None:
+    """Return the revision's release that an interrupted run left open; end one of another revision.
 
-    with open_catalog(params.paths) as catalog, controller(params) as client:
-        for other in catalog.releases.all(revision.policy, open_only=True):
-            if other.revision != revision.digest:
-                client.hold(other.id, "A later run of the main job began.")
+    A policy has one release at a time.
+    """
+    with controller(params) as client, suppress(NotFound):
+        running = client.running_release(revision.policy)
+        if running["revision"] == revision.digest:
+            return running
+        client.hold(running["id"], "A later run of the main job began.")
+    return None

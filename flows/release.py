@@ -6,6 +6,7 @@ from prefect import flow
 
 from engine.catalog.records import served_name
 from engine.settings.forms import RELEASE_TAG, ReleaseForm
+from engine.settings.params import Params
 from flows.entry import flow_settings
 from tasks import steps
 from tasks.approval import ask_for_approvals
@@ -17,8 +18,12 @@ from tasks.progress import show_link, show_table, tag_run
 def release(form: ReleaseForm) -> dict[str, Any]:
     """Release a revision through the controller's gates; return its row once it has ended."""
     params = flow_settings()
-    policy = form.policy
-    started = steps.start_release(params, form)
+    return follow(params, steps.start_release(params, form))
+
+
+def follow(params: Params, started: dict[str, Any]) -> dict[str, Any]:
+    """Ask for a started release's approvals if configured, wait for its verdict, and return its row."""
+    policy = started["policy"]
     tag_run(
         f"policy:{policy}",
         f"revision:{served_name(policy, started['revision'])}",

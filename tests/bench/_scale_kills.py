@@ -70,6 +70,8 @@ def home_of(cluster: Cluster, crowd: Crowd, policy: str) -> Host:
     flow = crowd.once(cluster.url, policy, "who", 1)
     wait_for(lambda: all(one.ended for one in flow.asked) and bool(flow.asked), "an answer")
     answer = flow.asked[0]
+    if not answer.is_whole:
+        raise RuntimeError(f"The request for {policy} has {answer.got} of {answer.tokens} tokens: {answer.fault}")
     rows: list[tuple[str]] = []
 
     def is_there() -> bool:

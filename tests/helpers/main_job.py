@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import yaml
 
 from engine.base.resident import ensure_base
 from engine.catalog.opening import whole_catalog
-from engine.errors import GraftworkError
+from engine.errors import GraftworkError, NotFound
 from engine.settings.params import Paths, load_params
 from engine.training.service.client import TrainerClient
 from tests.helpers.live import eventually, left_behind
@@ -119,12 +119,14 @@ def check_moment(state: Path, number: int, usual_s: float) -> str:
 
 def is_training(params: Path) -> bool:
     """Return whether a policy has done three steps and has more to do."""
-    with contextlib.suppress(GraftworkError), TrainerClient.of(load_params(params), patience_s=0) as trainer:
+    with suppress(GraftworkError), TrainerClient.of(load_params(params), patience_s=0) as trainer:
         return any(3 <= step < STEPS for step in trainer.health()["sessions"].values())
     return False
 
 
 def is_in_a_canary(params: Path) -> bool:
     """Return whether users see a canary."""
-    with closing(whole_catalog(Paths(params.parent).catalog_url)) as catalog:
+    # There is no catalog at the job's start.
+    with suppress(NotFound), closing(whole_catalog(Paths(params.parent).catalog_url)) as catalog:
         return any(route.canary for route in catalog.routes.page())
+    return False
