@@ -71,7 +71,7 @@ def home_of(cluster: Cluster, crowd: Crowd, policy: str) -> Host:
     wait_for(lambda: all(one.ended for one in flow.asked) and bool(flow.asked), "an answer")
     answer = flow.asked[0]
     if not answer.is_whole:
-        raise RuntimeError(f"The request for {policy} has {answer.got} of {answer.tokens} tokens: {answer.fault}")
+        raise RuntimeError(f"{policy} gave {answer.got} of {answer.tokens} tokens: {answer.fault}")
     rows: list[tuple[str]] = []
 
     def is_there() -> bool:
