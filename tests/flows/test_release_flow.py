@@ -4,7 +4,7 @@ import itertools
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,8 +24,9 @@ from engine.integrations.mlflow_aliases import AliasMirror
 from engine.integrations.mlflow_registry import Registry
 from engine.settings.forms import ApprovalForm, ReleaseForm, RunningForm
 from engine.settings.params import Params
+from engine.settings.policies import PolicyConfig
 from engine.settings.releases import ReleaseConfig
-from flows import decide
+from flows import decide, demo
 from flows import release as flow
 from tasks import approval, progress, release, steps
 from tests.helpers.canary_users import Users
@@ -202,3 +203,30 @@ def test_a_running_release_is_paused_resumed_and_held_by_flows(
     assert decide.resume.fn(form)["paused"] is None
     assert decide.hold.fn(form)["state"] == "held"
     assert pages == [NEW] * 3
+
+
+def test_the_main_job_follows_a_release_that_ends_before_it_can_ask_for_it(
+    params: Params,
+    controller: Controller,
+    run: Callable[[int | None], int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run(1)
+    [left] = controller.catalog.releases.all("sorting", open_only=True)
+
+    @contextmanager
+    def ending(*_: Any) -> Iterator[SimpleNamespace]:
+        controller.decisions.hold(left.id, "a user", "Its evidence was nearly whole.")
+        yield SimpleNamespace(refuse_unanswered=lambda: None, answered=["an answer"])
+
+    monkeypatch.setattr(demo, "users", ending)
+    monkeypatch.setattr(demo, "controller", release.controller)
+    given = params.model_copy(update={"policies": {"sorting": PolicyConfig(task="sorting", suite="sorting-json")}})
+    found: Any = SimpleNamespace(policy="sorting", digest=NEW)
+    ended, answered = demo.release_to_users(given, found, 1, after_s=0.0)
+    assert (ended["id"], ended["state"], answered) == (left.id, "held", ["an answer"])
+    # One of another revision ends, since a policy has one release at a time.
+    run(1)
+    found.digest = OLD
+    assert demo.left_running(given, found) is None
+    assert controller.catalog.releases.all("sorting", open_only=True) == []
