@@ -18,7 +18,7 @@ import yaml
 
 from engine.base.resident import ensure_base
 from engine.catalog.opening import whole_catalog
-from engine.errors import GraftworkError, NotFound
+from engine.errors import GraftworkError
 from engine.settings.params import Paths, load_params
 from engine.training.service.client import TrainerClient
 from tests.helpers.live import eventually, left_behind
@@ -126,7 +126,7 @@ def is_training(params: Path) -> bool:
 
 def is_in_a_canary(params: Path) -> bool:
     """Return whether users see a canary."""
-    # There is no catalog at the job's start.
-    with suppress(NotFound), closing(whole_catalog(Paths(params.parent).catalog_url)) as catalog:
+    # At the job's start there is no catalog, or an empty one.
+    with suppress(GraftworkError), closing(whole_catalog(Paths(params.parent).catalog_url)) as catalog:
         return any(route.canary for route in catalog.routes.page())
     return False
