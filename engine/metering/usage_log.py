@@ -2,29 +2,25 @@
 
 A request is a line of its gateway's journal before it is forwarded, and another one at its end. From there
 it becomes a row, `admitted` or `settled`, in one transaction with the budgets' counters and the roll-ups, so
-that none of the three can differ from the others. A line survives a kill of the process; a power failure
-loses at most the last two `SYNC_S`.
-
-Once a gateway is dead, what its journal still has is written, and its open rows are closed as `unknown` at
-what they had reserved.
+that none of the three can differ from the others. Many requests become rows in one commit, `WRITTEN_S` after
+the first of them. A line survives a kill of the process; a power failure loses at most the last two `SYNC_S`
+of `usage_upkeep.py`.
 """
 
+import asyncio
 import logging
 import os
 import sqlite3
 import uuid
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.catalog.waits import limit_waits
-from engine.metering.dead_gateways import close_dead
-from engine.metering.held_budgets import HeldBudgets, Hold, Shortage
+from prometheus_client import Counter
+
+from engine.metering.held_budgets import IDLE_S, HeldBudgets, Hold, Shortage
 from engine.metering.journal import ADMITTED, BEGUN, ENDED, UsageJournal
-from engine.metering.raw_usage import export
 from engine.metering.shared_budgets import SharedBudgets
-from engine.metering.shared_usage import SharedUsage
 from engine.metering.usage_rows import (
     HAS_BEGUN,
     Budget,
@@ -37,24 +33,14 @@ from engine.metering.usage_rows import (
     end_of,
 )
 from engine.metering.usage_schema import create
-from engine.threads import PeriodicThread
+from engine.metering.usage_upkeep import UsageUpkeep
 
-SYNC_S = 0.25
-CHECK_S = 5.0
-EXPORT_S = 60.0
-# How often what other machines need goes to the shared catalog; for one answer there, and for another
-# process of this machine at the end.
-SHARE_S, ANSWER_S, TURN_S, LOCK_S = 5.0, 2.0, 3.0, 20.0
+# What is recorded waits this long for others, to be written in one commit.
+WRITTEN_S = 0.1
+# When a write that failed is tried again, if no request comes before.
+AGAIN_S = 1.0
 WRITTEN = "UPDATE gateways SET written = ? WHERE gateway = ?"
-DRAW = """
-    INSERT INTO drawn VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens
-"""
-# Drawn tokens that no request has used or reserved.
-SPARE = """
-    SELECT subject, period, drawn.tokens - coalesce(used + reserved, 0) AS spare
-    FROM drawn LEFT JOIN spent USING (subject, period) WHERE spare > 0
-"""
-
+UNSETTLED = Counter("graftwork_usage_unsettled", "Failed attempts to write usage to journal or database.")
 log = logging.getLogger("graftwork.usage")
 
 
@@ -75,14 +61,14 @@ class UsageEntry:
 
 
 class UsageLog:
-    """One gateway's access to the log in the directory `root`; for one thread, beside its own.
+    """One gateway's access to the log in the directory `root`; for one thread, beside those of its upkeep.
 
-    `shared`: budgets are shared with other machines, and usage is copied there.
+    On an event loop it writes to the database by itself; elsewhere `flush` does.
     """
 
     def __init__(self, root: Path, shared: SharedBudgets | None = None):
         create(root / "usage.db")
-        self.root, self.path, self.shared, self.gateway = root, root / "usage.db", shared, uuid.uuid4().hex
+        self.root, self.path, self.gateway = root, root / "usage.db", uuid.uuid4().hex
         self._connection = connect(self.path)
         self._journal = UsageJournal(root, self.gateway)
         self._connection.execute("INSERT INTO gateways VALUES (?, 0)", (self.gateway,))
@@ -90,37 +76,36 @@ class UsageLog:
         # What the database does not have yet, by number; whether the last write failed.
         self._changed: dict[int, UsageEntry] = {}
         self._has_failed = False
+        # When the event loop writes it.
+        self._timer: asyncio.TimerHandle | None = None
         # Something was written that a power failure may undo.
         self._dirty = False
-        self._is_closed = False
-        self._syncing = PeriodicThread("usage-sync", SYNC_S, self._sync)
-        self._keeping = [
-            self._syncing,
-            PeriodicThread("usage-export", EXPORT_S, self._export, at_once=False),
-            PeriodicThread("usage-close-dead", CHECK_S, self._close_dead),
-        ]
-        self._sharing: PeriodicThread | None = None
-        if shared is not None:
-            self._copies = SharedUsage(root, shared.access)
-            self._sharing = PeriodicThread("usage-share", SHARE_S, self._share)
-            self._keeping.append(self._sharing)
-        for thread in self._keeping:
-            thread.start()
+        self.upkeep = UsageUpkeep(root, self._sync, shared)
 
     def close(self) -> None:
         """Stop; open rows stay and are closed by the next gateway."""
-        self._is_closed = True
-        for thread in self._keeping:
-            thread.stop()
-        for thread in self._keeping:
-            thread.join()
+        if self._timer is not None:
+            self._timer.cancel()
+        self.upkeep.close()
         try:
             self.flush(gives_back=True)
         except sqlite3.Error as error:
             log.warning("The next gateway writes the last usage of this one, whose journal stays: %s", error)
-        self._syncing.work.turn(self._sync)
+        self.upkeep.sync()
         self._connection.close()
         self._journal.close()
+
+    async def open(self, request: Metered, budgets: Sequence[Budget]) -> UsageEntry:
+        """Admit a request as `admit` does. What this machine lacks of a shared budget is drawn."""
+        while True:
+            try:
+                return self.admit(request, budgets)
+            except Shortage as short:
+                if not await asyncio.to_thread(self.upkeep.draw, short):
+                    raise short.refusal from None
+            except (sqlite3.Error, OSError):
+                UNSETTLED.inc()
+                raise
 
     def admit(self, request: Metered, budgets: Sequence[Budget] = ()) -> UsageEntry:
         """Record a request and reserve its tokens; return its entry for `settle`.
@@ -138,6 +123,7 @@ class UsageLog:
             raise
         entry = self._changed[number] = UsageEntry(request, holds, number)
         self._dirty = True
+        self._write_within(WRITTEN_S)
         return entry
 
     def note_beginning(self, entry: UsageEntry) -> None:
@@ -164,11 +150,6 @@ class UsageLog:
         self._held.end(entry.holds, reserved, reserved if used is None else sum(used))
         self._append(entry, ENDED, entry.request.revision, status, used)
 
-    @property
-    def holds_budgets(self) -> bool:
-        """Whether it holds tokens of budgets."""
-        return bool(self._held)
-
     def _append(self, entry: UsageEntry, kind: str, *fields: object) -> None:
         self._changed[entry.number] = entry
         try:
@@ -177,6 +158,7 @@ class UsageLog:
             # The database is told of it soon; until then a kill of the process counts it as reserved.
             log.warning("The journal of usage cannot be written: %s", error)
         self._dirty = True
+        self._write_within(WRITTEN_S)
 
     def flush(self, gives_back: bool = False) -> None:
         """Write what has changed to the database in one commit, and what is held idle, or all that is free.
@@ -209,51 +191,33 @@ class UsageLog:
         self._has_failed, self._dirty = False, True
         self._journal.clear()
 
-    def draw(self, short: Shortage) -> bool:
-        """Draw what a request lacks from the shared budgets; return whether there was enough.
+    def write(self, gives_back: bool = False) -> None:
+        """Flush, or say why not and try it again later; on an event loop."""
+        try:
+            self.flush(gives_back)
+        except sqlite3.Error as error:
+            UNSETTLED.inc()
+            self._write_within(AGAIN_S)
+            log.warning("Usage stays in its journal, since the database cannot be written: %s", error)
+        else:
+            if self._held:
+                # What is idle then goes back.
+                self._write_within(IDLE_S)
 
-        Waits for the database, so it is called in another thread. Raises `ServiceError` as it does.
-        """
-        assert self.shared is not None
-        budget = short.budget
-        block = self.shared.draw(budget.subject, short.period, int(budget.tokens), short.missing)
-        if block:
-            with closing(connect(self.path)) as connection, begin(connection):
-                connection.execute(DRAW, (budget.subject, short.period, block))
-        return block > 0
+    def _write_within(self, seconds: float) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        if self._timer is not None:
+            if self._timer.when() <= loop.time() + seconds:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_later(seconds, self._write_now)
 
-    def hand_over(self) -> None:
-        """Leave the shared catalog all that others need of this machine, at its end.
-
-        For a thread of its own: it waits for the catalog.
-        """
-        if self._sharing is not None:
-            self._sharing.work.turn(lambda: self._share(TURN_S))
-
-    def _share(self, wait_s: float = 0.0) -> None:
-        limit_waits(ANSWER_S)
-        if not self._copies.copy(wait_s) and wait_s:
-            log.warning("Another process of this machine copies the usage; its next turn has this one's.")
-        # It waits for the writers' lock, which may take long; at the end there is no time.
-        limit_waits(ANSWER_S if wait_s else LOCK_S)
-        self.give_back()
-
-    def give_back(self) -> None:
-        """Give back what this machine has drawn and does not need."""
-        assert self.shared is not None
-        with closing(connect(self.path)) as connection:
-            for subject, period, _ in connection.execute(SPARE).fetchall():
-                # Away from here before it is there: a crash between loses tokens and never spends them twice.
-                with begin(connection):
-                    query = f"SELECT spare FROM ({SPARE}) WHERE subject = ? AND period = ?"
-                    row = connection.execute(query, (subject, period)).fetchone()
-                    tokens = row[0] if row else 0
-                    connection.execute(DRAW, (subject, period, -tokens))
-                if tokens:
-                    self.shared.give_back(subject, period, tokens)
-
-    def _export(self) -> None:
-        export(self.root, go_on=lambda: not self._is_closed)
+    def _write_now(self) -> None:
+        self._timer = None
+        self.write()
 
     def _sync(self) -> None:
         """Write the journal and the log's pages to the disk; SQLite itself does so at checkpoints alone."""
@@ -271,8 +235,3 @@ class UsageLog:
         except OSError:
             self._dirty = True
             raise
-
-    def _close_dead(self) -> None:
-        with closing(connect(self.path)) as connection:
-            close_dead(self.root, connection)
-            connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()

@@ -102,8 +102,8 @@ class GraftworkEndpoints:
             engine.used,
             engine.followed,
         )
-        hand_over = partial(in_parallel, spool.close, usage.hand_over)
-        limit_s, flush = params.engine.shutdown_s, partial(meter.flush, gives_back=True)
+        hand_over = partial(in_parallel, spool.close, usage.upkeep.hand_over)
+        limit_s, flush = params.engine.shutdown_s, partial(usage.write, gives_back=True)
         end_requests_first(engine_client, state, limit_s, membership.drain, flush, hand_over)
         # asyncio keeps only weak references to tasks, so the state holds this one.
         state.graftwork_upkeep = asyncio.create_task(serve_until_stopped(upkeep, membership))

@@ -221,7 +221,9 @@ def test_the_main_job_follows_a_release_that_ends_before_it_can_ask_for_it(
 
     monkeypatch.setattr(demo, "users", ending)
     monkeypatch.setattr(demo, "controller", release.controller)
-    given = params.model_copy(update={"policies": {"sorting": PolicyConfig(task="sorting", suite="sorting-json")}})
+    given = params.model_copy(
+        update={"policies": {"sorting": PolicyConfig(task="sorting", suite="sorting-json")}}
+    )
     found: Any = SimpleNamespace(policy="sorting", digest=NEW)
     ended, answered = demo.release_to_users(given, found, 1, after_s=0.0)
     assert (ended["id"], ended["state"], answered) == (left.id, "held", ["an answer"])

@@ -26,7 +26,6 @@ from engine.catalog.catalog import Key, Tenant
 from engine.errors import LimitReached, ServiceError
 from engine.metering.usage_log import UsageEntry, UsageLog
 from engine.metering.usage_rows import DAY, MONTH, Budget, Metered
-from engine.metering.usage_writer import UsageWriter
 from engine.serving.gateway.asgi import Header, Refused
 from engine.serving.gateway.call import Call, Metering
 
@@ -235,7 +234,7 @@ class Meter(Metering):
     """Limits and usage of one gateway. Not thread-safe."""
 
     def __init__(self, usage: UsageLog, load_places: int, template_tokens: int = TEMPLATE_TOKENS):
-        self._usage, self._template_tokens = UsageWriter(usage), template_tokens
+        self._usage, self._template_tokens = usage, template_tokens
         # Of the queue of cold loads.
         self.loads = LoadShare(load_places)
         self._buckets: dict[tuple[str, str], TokenBucket] = {}
@@ -282,10 +281,6 @@ class Meter(Metering):
         finally:
             self._leave(account, 0)
 
-    def flush(self, gives_back: bool = False) -> None:
-        """Write what has been recorded to the database now, as `UsageWriter.flush`. On the event loop."""
-        self._usage.flush(gives_back)
-
     async def open(self, call: Call) -> None:
         """Admit a call within all limits of its key and tenant, and reserve its tokens.
 
@@ -310,7 +305,7 @@ class Meter(Metering):
             int(call.state.settings.proxy_sets_id),
         )
         try:
-            entry = await self._usage.admit(asked, account.budgets)
+            entry = await self._usage.open(asked, account.budgets)
         except BaseException as error:
             self._leave(account, tokens)
             if isinstance(error, LimitReached):

@@ -67,7 +67,8 @@ def test_what_is_idle_goes_back_and_what_is_under_way_stays(
     log.settle(entry, 200, (1, 1))
     log.flush()
     assert counted(tmp_path) == (4, 0)
-    assert not log.holds_budgets
+    with closing(connect(tmp_path / "usage.db")) as connection:
+        assert connection.execute("SELECT count(*) FROM held").fetchone() == (0,)
 
 
 def test_a_limit_that_is_lowered_counts_at_once(log: UsageLog, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Machine:
             try:
                 return self.log.admit(asked(reserved), [BUDGET])
             except Shortage as short:
-                if not self.log.draw(short):
+                if not self.log.upkeep.draw(short):
                     return None
 
     def spend(self, reserved: int, tokens: int) -> bool:
@@ -50,8 +50,8 @@ class Machine:
 
     def close(self) -> None:
         self.log.close()
-        assert self.log.shared
-        self.log.shared.close()
+        assert self.log.upkeep.shared
+        self.log.upkeep.shared.close()
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_two_machines_use_a_whole_budget_and_no_token_more(machines, catalog_url
     for machine in machines * 2:
         for other in machines:
             other.log.flush(gives_back=True)
-            other.log.give_back()
+            other.log.upkeep.give_back()
         for size in (64, 8, 1):
             while machine.spend(size, size):
                 pass
@@ -94,7 +94,7 @@ def test_two_machines_use_a_whole_budget_and_no_token_more(machines, catalog_url
 
 def test_a_machine_asks_for_a_block_and_then_nobody(machines, monkeypatch: pytest.MonkeyPatch) -> None:
     asks = []
-    shared = machines[0].log.shared
+    shared = machines[0].log.upkeep.shared
     draw = shared.draw
     monkeypatch.setattr(shared, "draw", lambda *given: asks.append(given) or draw(*given))
     for _ in range(50):
@@ -109,5 +109,5 @@ def test_a_request_larger_than_the_rest_is_refused(machines) -> None:
     with pytest.raises(Shortage) as short:
         machines[0].log.admit(asked(1), [BUDGET])
     assert isinstance(short.value.refusal, LimitReached)
-    assert not machines[0].log.draw(short.value)
+    assert not machines[0].log.upkeep.draw(short.value)
     assert periods(NOON)[0] in str(short.value.refusal)

@@ -16,7 +16,7 @@ from engine.catalog import tables
 from engine.catalog.access import Access
 from engine.catalog.catalog import migrate
 from engine.errors import ServiceError
-from engine.metering import shared_usage, usage_log
+from engine.metering import shared_usage, usage_upkeep
 from engine.metering.dead_gateways import close_dead
 from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.shared_usage import SharedUsage, sums_by
@@ -149,13 +149,13 @@ def test_a_pod_that_is_deleted_leaves_its_bill(
     tmp_path: Path, catalog_url: str, access: Access, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At SIGTERM everything; the directory goes, and its successor adds to it."""
-    monkeypatch.setattr(usage_log, "SHARE_S", 600.0)
+    monkeypatch.setattr(usage_upkeep, "SHARE_S", 600.0)
     for turn in (1, 2):
         shared = SharedBudgets(catalog_url)
         log = UsageLog(tmp_path / "pod", shared)
         log.settle(log.admit(asked(turn)), 200, (7, 5))
         log.flush()
-        log.hand_over()
+        log.upkeep.hand_over()
         log.close()
         shared.close()
         shutil.rmtree(tmp_path / "pod")
@@ -165,7 +165,7 @@ def test_a_pod_that_is_deleted_leaves_its_bill(
 def test_a_running_gateway_copies_by_itself(
     tmp_path: Path, catalog_url: str, access: Access, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(usage_log, "SHARE_S", 0.05)
+    monkeypatch.setattr(usage_upkeep, "SHARE_S", 0.05)
     with closing(SharedBudgets(catalog_url)) as shared, closing(UsageLog(tmp_path / "one", shared)) as log:
         log.settle(log.admit(asked(1)), 200, (7, 5))
         log.flush()

@@ -17,7 +17,7 @@ import pytest
 
 from engine.errors import ConfigError, LimitReached
 from engine.file_lock import alone_in
-from engine.metering import usage_log
+from engine.metering import usage_log, usage_upkeep
 from engine.metering.dead_gateways import close_dead
 from engine.metering.raw_usage import export
 from engine.metering.usage_log import UsageLog
@@ -119,8 +119,10 @@ def test_commits_become_durable_although_exports_fail(
 ) -> None:
     """DuckDB has an error of its own for a full disk, and SQLAlchemy one for a read-only Postgres."""
     synced = threading.Event()
-    monkeypatch.setattr(usage_log, "EXPORT_S", 0.0)
-    monkeypatch.setattr(usage_log, "export", Mock(side_effect=duckdb.IOException("No space left on device")))
+    monkeypatch.setattr(usage_upkeep, "EXPORT_S", 0.0)
+    monkeypatch.setattr(
+        usage_upkeep, "export", Mock(side_effect=duckdb.IOException("No space left on device"))
+    )
     log = UsageLog(tmp_path)
     assert eventually(lambda: "usage-export" in WORKS and WORKS["usage-export"].errors > 1)
     monkeypatch.setattr(usage_log.os, "fdatasync", lambda file: synced.set())

@@ -172,7 +172,7 @@ def test_any_request_is_answered(world: World) -> None:
     assert not world.state.meter.under_way
     assert not any(world.state.meter.loads.waited.values())
     # The event loop has ended before its timer.
-    world.state.meter.flush()
+    world.usage.write()
     with closing(sqlite3.connect(world.usage.path)) as log:
         rows = log.execute("SELECT count(*) FROM requests WHERE state = 'admitted'").fetchone()
     assert rows == (0,)

@@ -17,11 +17,11 @@ from prometheus_client import REGISTRY
 
 from engine.catalog.catalog import Tenant
 from engine.errors import ConfigError, LimitReached
-from engine.metering import usage_log, usage_writer
+from engine.metering import usage_log
 from engine.metering.held_budgets import Shortage
 from engine.metering.journal import UsageJournal
+from engine.metering.usage_log import WRITTEN_S
 from engine.metering.usage_rows import DAY, Budget
-from engine.metering.usage_writer import WRITTEN_S
 from engine.serving.gateway.call import Call
 from engine.serving.gateway.meter import FairShare, Meter, TokenBucket
 from tests.helpers.adapters_cold import settle
@@ -45,7 +45,7 @@ def rows(world: World) -> dict[str, tuple[str, int | None, int | None, int]]:
 
     What has ended is written first, which would come a moment later.
     """
-    world.state.meter.flush()
+    world.usage.write()
     with closing(sqlite3.connect(world.root / "usage" / "usage.db")) as connection:
         found = connection.execute("SELECT id, state, prompt, completion, reserved FROM requests").fetchall()
     return {row[0].replace("resp_", "-").rpartition("-")[2]: row[1:] for row in found}
@@ -156,7 +156,7 @@ async def test_a_client_that_leaves_pays_for_what_was_computed(world: World, pat
             await settled(number + 1)
         await leave_at_work(world, client.post(path, json=body_of(path, "acme-sums", **length)))
         await settled(3)
-    world.state.meter.flush()
+    world.usage.write()
     assert len(rows(world)) == 3
     for name, (state, prompt, completion, reserved) in rows(world).items():
         assert (state, prompt) == ("settled", world.server.finished[name][0])
@@ -230,7 +230,7 @@ async def test_what_a_limit_never_admits_is_a_400_that_names_what_it_does(world:
         assert (
             await client.post("/v1/chat/completions", json=CHAT | {"max_tokens": most})
         ).status_code == 200
-        world.state.meter.flush()
+        world.usage.write()
         assert max(row[3] for row in rows(world).values()) <= 420
     async with world.client(limited(world, tokens_per_day=100)) as client:
         too_long = await client.post("/v1/completions", json=TURN | {"prompt": "x" * 200})
@@ -246,7 +246,7 @@ async def test_a_completion_of_no_length_has_the_one_that_the_limit_admits(world
     _, sent, _ = world.server.seen[-1]
     length = sent["max_output_tokens" if path == RESPONSES else "max_completion_tokens"]
     assert 0 < length < 200
-    world.state.meter.flush()
+    world.usage.write()
     assert [row[3] for row in rows(world).values()] == [200]
 
 
@@ -374,7 +374,7 @@ async def test_usage_that_could_not_be_written_is_written_with_the_next_request(
         first = await client.post("/v1/completions", json=TURN | {"max_tokens": 200})
         with monkeypatch.context() as patched:
             patched.setattr(usage_log, "begin", unwritable)
-            world.state.meter.flush()
+            world.usage.write()
             second = await client.post("/v1/completions", json=TURN)
             assert (first.status_code, second.status_code) == (200, 503)
         refused = await client.post("/v1/completions", json=TURN | {"n": 8, "max_tokens": 110})
@@ -411,7 +411,7 @@ async def test_a_client_that_leaves_while_a_budget_is_drawn_spends_nothing(world
     short = Shortage(budget, "2026-11-28", 8, LimitReached("The tenant 'acme' has 0 tokens left.", 1.0))
     has_come, may_go = threading.Event(), threading.Event()
     monkeypatch.setattr(world.usage, "admit", Mock(side_effect=short))
-    monkeypatch.setattr(world.usage, "draw", lambda _: has_come.set() or may_go.wait(60))
+    monkeypatch.setattr(world.usage.upkeep, "draw", lambda _: has_come.set() or may_go.wait(60))
     opening = asyncio.ensure_future(world.state.meter.open(world.call(world.key(), "0")))
     assert await asyncio.to_thread(has_come.wait, 60)
     opening.cancel()
@@ -437,7 +437,7 @@ async def test_an_end_that_could_not_be_written_is_written_without_another_reque
     call = world.call(world.key(), "0")
     await world.state.meter.open(call)
     busy = Mock(side_effect=unwritable)
-    monkeypatch.setattr(usage_writer, "AGAIN_S", 0.05)
+    monkeypatch.setattr(usage_log, "AGAIN_S", 0.05)
     with monkeypatch.context() as patched:
         patched.setattr(usage_log, "begin", busy)
         world.state.meter.settle(ended(call, (1, 1)))
@@ -456,7 +456,7 @@ async def test_scores_and_rollouts_are_apart(world: World):
     from engine.settings.params import Params
     from tasks.usage import as_table, usage_by
 
-    world.state.meter.flush()
+    world.usage.write()
     settings = Params.model_validate({"state_dir": world.root, "prices": {"prompt": 1.0, "completion": 2.0}})
     found = usage_by(settings, "policy")
     assert [(row["policy"], row["purpose"], row["requests"]) for row in found] == [

@@ -338,7 +338,7 @@ async def test_a_request_has_the_proxys_id_where_the_proxy_sets_it(world: World)
 
 def repeated_rows(world: World) -> list[int]:
     """Return of each request whether a proxy asks another engine for it where this one dies."""
-    world.state.meter.flush()
+    world.usage.write()
     with closing(sqlite3.connect(world.root / "usage" / "usage.db")) as connection:
         return [row[0] for row in connection.execute("SELECT repeated FROM requests ORDER BY seq")]
 
