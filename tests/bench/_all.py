@@ -46,20 +46,25 @@ def is_measured(run: dict[str, str] | None, is_long: bool) -> bool:
     return is_equal and not record.commit().endswith("+")
 
 
+def written_at(file: Path) -> int | None:
+    """Return when a file was written, None for none. A file system's clock may be behind `time.time`."""
+    return file.stat().st_mtime_ns if file.exists() else None
+
+
 def measure(known: dict[str, Any], name: str, form: Sequence[str], params: Path) -> list[str]:
     """Run one benchmark and take its figures; return a sentence for each that falls short.
 
     Raises `KeyboardInterrupt` where it was interrupted.
     """
     words = name.split() if name in RUNS else ["bench", name, *form]
-    said, began = f"graftwork {' '.join(words)}", time.time()
-    file = load_params(params).paths.bench / f"{name}.json"
+    said, file = f"graftwork {' '.join(words)}", load_params(params).paths.bench / f"{name}.json"
+    before = written_at(file)
     code = graftwork(words, params)
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     if name in RUNS and not code:
         known["runs"][name] = {"commit": record.commit(), "form": "long", "says": "met"}
-    if not (file.exists() and file.stat().st_mtime >= began):
+    if written_at(file) in (None, before):
         short = [f"it ended with {code}, and no figure counts."] if code else []
     else:
         result = json.loads(file.read_text())
