@@ -53,12 +53,17 @@ def demo(params: Params, stages: dict[str, float], began: float) -> Outcome:
     """Adapt and release the policies, then release a bad revision, which must be rolled back."""
     clock = Stages(stages)
     names = list(params.policies)
+    # Before the revisions are known: one that ends in between would not be found afterwards.
+    left = left_running(params)
     with clock("adapt"):
         print_stage(f"Adapting on the resident base: {', '.join(names)}.")
         adapted = in_parallel(*(partial(adapt, AdaptForm(policy=name)) for name in names))
     with clock("release"):
         print_stage(f"Releasing them: {params.release.weight:.0%} of users on the canary.")
-        released = in_parallel(*(partial(release_to_users, params, one, len(adapted)) for one in adapted))
+        sharing = len(adapted)
+        released = in_parallel(
+            *(partial(release_to_users, params, one, sharing, left.get(one.policy)) for one in adapted)
+        )
     with clock("bad revision"):
         form = bad_form(params)
         print_stage(f"Training a bad revision of {form.policy}: it learns wrong answers.")
@@ -111,19 +116,28 @@ def release_in_shadow(params: Params, bad: Adapted) -> Shadowed:
 
 
 def release_to_users(
-    params: Params, revision: Adapted, sharing: int, after_s: float = AFTER_S, **more: Any
+    params: Params,
+    revision: Adapted,
+    sharing: int,
+    left: dict[str, Any] | None = None,
+    after_s: float = AFTER_S,
+    **more: Any,
 ) -> tuple[dict[str, Any], list[str]]:
     """Release a revision while users send requests; `sharing` concurrent releases share their rate.
 
-    They go on for `after_s` seconds; `more` are fields of the form. Returns the ended release's row and the
-    ids of the users' requests.
+    They go on for `after_s` seconds; `more` are fields of the form. A release of this revision that was
+    `left` open before is followed; one of another revision ends. Returns the ended release's row and the ids
+    of the users' requests.
     """
-    left = left_running(params, revision)
+    if left is not None and left["revision"] != revision.digest:
+        left = None
     # Two cores answer a few users of a language model a second.
     per_second = 30 if is_generated(params, revision.policy) else 3
     with users(params, revision.policy, Population(per_second / sharing)) as crowd:
-        form = ReleaseForm(policy=revision.policy, digest=revision.digest, by="demo", **more)
-        # The ratings of these users may end what was left running before a flow could ask for it.
+        form = ReleaseForm(
+            policy=revision.policy, digest=revision.digest, by="demo", if_running="replace", **more
+        )
+        # What was left may have ended by now, and a champion cannot be released again.
         ended = release(form) if left is None else follow(params, left)
         time.sleep(after_s)
     # A user without an answer fails the run.
@@ -131,14 +145,11 @@ def release_to_users(
     return ended, crowd.answered
 
 
-def left_running(params: Params, revision: Adapted) -> dict[str, Any] | None:
-    """Return the revision's release that an interrupted run left open; end one of another revision.
-
-    A policy has one release at a time.
-    """
-    with controller(params) as client, suppress(NotFound):
-        running = client.running_release(revision.policy)
-        if running["revision"] == revision.digest:
-            return running
-        client.hold(running["id"], "A later run of the main job began.")
-    return None
+def left_running(params: Params) -> dict[str, dict[str, Any]]:
+    """Return the releases that an interrupted run left open, by policy."""
+    found = {}
+    with controller(params) as client:
+        for policy in params.policies:
+            with suppress(NotFound):
+                found[policy] = client.running_release(policy)
+    return found

@@ -5,6 +5,7 @@ Best effort: while Prefect's server is down, a call is retried for `PATIENCE_S`,
 
 import contextlib
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from tasks.outcome import wait_row
 
 OnStep = Callable[[Mapping[str, Any]], None]
 PATIENCE_S = 60.0
+# Prefect replaces all tags of a run at once.
+tagging = threading.Lock()
 
 
 def tag_run(*tags: str) -> None:
@@ -31,7 +34,7 @@ def tag_run(*tags: str) -> None:
     run = context.flow_run.id
 
     def tag() -> None:
-        with get_client(sync_client=True) as client:
+        with tagging, get_client(sync_client=True) as client:
             known = client.read_flow_run(run).tags
             client.update_flow_run(run, tags=[*dict.fromkeys([*known, *tags])])
 

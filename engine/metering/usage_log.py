@@ -39,7 +39,7 @@ from engine.metering.usage_upkeep import UsageUpkeep
 WRITTEN_S = 0.1
 # When a write that failed is tried again, if no request comes before.
 AGAIN_S = 1.0
-WRITTEN = "UPDATE gateways SET written = ? WHERE gateway = ?"
+NOTE_WRITTEN = "UPDATE gateways SET written = ? WHERE gateway = ?"
 UNSETTLED = Counter("graftwork_usage_unsettled", "Failed attempts to write usage to journal or database.")
 log = logging.getLogger("graftwork.usage")
 
@@ -63,12 +63,12 @@ class UsageEntry:
 class UsageLog:
     """One gateway's access to the log in the directory `root`; for one thread, beside those of its upkeep.
 
-    On an event loop it writes to the database by itself; elsewhere `flush` does.
+    On an event loop, always the same one, it writes to the database by itself; elsewhere `flush` does.
     """
 
     def __init__(self, root: Path, shared: SharedBudgets | None = None):
         create(root / "usage.db")
-        self.root, self.path, self.gateway = root, root / "usage.db", uuid.uuid4().hex
+        self.path, self.gateway = root / "usage.db", uuid.uuid4().hex
         self._connection = connect(self.path)
         self._journal = UsageJournal(root, self.gateway)
         self._connection.execute("INSERT INTO gateways VALUES (?, 0)", (self.gateway,))
@@ -86,6 +86,7 @@ class UsageLog:
         """Stop; open rows stay and are closed by the next gateway."""
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
         self.upkeep.close()
         try:
             self.flush(gives_back=True)
@@ -95,8 +96,12 @@ class UsageLog:
         self._connection.close()
         self._journal.close()
 
-    async def open(self, request: Metered, budgets: Sequence[Budget]) -> UsageEntry:
-        """Admit a request as `admit` does. What this machine lacks of a shared budget is drawn."""
+    async def admit_or_draw(self, request: Metered, budgets: Sequence[Budget]) -> UsageEntry:
+        """Admit a request as `admit` does, but draw what this machine lacks of a shared budget.
+
+        Raises `LimitReached`, `ServiceError` where the shared catalog does not answer, and `sqlite3.Error` or
+        `OSError` where the request cannot be recorded.
+        """
         while True:
             try:
                 return self.admit(request, budgets)
@@ -183,7 +188,7 @@ class UsageLog:
                     connection.execute(HAS_BEGUN, (entry.row,))
             with self._held.writing(spending, gives_back):
                 spending.write()
-                connection.execute(WRITTEN, (self._journal.last, self.gateway))
+                connection.execute(NOTE_WRITTEN, (self._journal.last, self.gateway))
                 connection.commit()
         for entry, row in added:
             entry.row = row

@@ -1,4 +1,4 @@
-"""What is done for a usage log beside its requests, in threads: by clocks, and with other machines.
+"""What is done for a usage log in threads: by clocks, and with other machines.
 
 Once a gateway is dead, what its journal still has is written, and its open rows are closed as `unknown` at
 what they had reserved. Settled rows move to Parquet. What machines share goes to their catalog.

@@ -31,7 +31,7 @@ from flows import release as flow
 from tasks import approval, progress, release, steps
 from tests.helpers.canary_users import Users
 from tests.helpers.live import eventually
-from tests.helpers.rows import NEW, OLD, fill
+from tests.helpers.rows import NEW, OLD, THIRD, fill
 
 STEPS = 7
 
@@ -216,7 +216,8 @@ def test_the_main_job_follows_a_release_that_ends_before_it_can_ask_for_it(
 
     @contextmanager
     def ending(*_: Any) -> Iterator[SimpleNamespace]:
-        controller.decisions.hold(left.id, "a user", "Its evidence was nearly whole.")
+        for running in controller.catalog.releases.all("sorting", open_only=True):
+            controller.decisions.hold(running.id, "a user", "Its evidence was nearly whole.")
         yield SimpleNamespace(refuse_unanswered=lambda: None, answered=["an answer"])
 
     monkeypatch.setattr(demo, "users", ending)
@@ -225,10 +226,13 @@ def test_the_main_job_follows_a_release_that_ends_before_it_can_ask_for_it(
         update={"policies": {"sorting": PolicyConfig(task="sorting", suite="sorting-json")}}
     )
     found: Any = SimpleNamespace(policy="sorting", digest=NEW)
-    ended, answered = demo.release_to_users(given, found, 1, after_s=0.0)
+    ended, answered = demo.release_to_users(given, found, 1, demo.left_running(given)["sorting"], after_s=0.0)
     assert (ended["id"], ended["state"], answered) == (left.id, "held", ["an answer"])
-    # One of another revision ends, since a policy has one release at a time.
+    # There may be none, or one of another revision, which the form replaces.
+    assert demo.left_running(given) == {}
     run(1)
-    found.digest = OLD
-    assert demo.left_running(given, found) is None
-    assert controller.catalog.releases.all("sorting", open_only=True) == []
+    other = demo.left_running(given)["sorting"]
+    monkeypatch.setattr(demo, "release", lambda form: form)
+    found.digest = THIRD
+    form: Any = demo.release_to_users(given, found, 1, other, after_s=0.0)[0]
+    assert (form.digest, form.if_running) == (THIRD, "replace")

@@ -305,7 +305,7 @@ class Meter(Metering):
             int(call.state.settings.proxy_sets_id),
         )
         try:
-            entry = await self._usage.open(asked, account.budgets)
+            entry = await self._usage.admit_or_draw(asked, account.budgets)
         except BaseException as error:
             self._leave(account, tokens)
             if isinstance(error, LimitReached):
