@@ -29,7 +29,7 @@ from engine.catalog.opening import open_catalog
 from engine.catalog.records import SCHEMA_VERSION
 from engine.errors import ConfigError, Conflict, DamagedBytes, NotFound, ServiceError
 from engine.file_lock import alone_in
-from engine.metering.journal import JOURNALS
+from engine.metering.dead_gateways import JOURNALS
 from engine.settings.params import Params, Paths
 from engine.store.open import open_store
 from engine.threads import PeriodicThread

@@ -8,6 +8,7 @@ Where the controller is on another machine, it also sends the files (`sender.py`
 """
 
 import contextlib
+import errno
 import math
 import os
 import threading
@@ -33,6 +34,43 @@ REJECTED = "rejected"
 FINITE = ("scores", "readings", "estimates")
 
 
+class LineFile:
+    """A file to which this process alone appends lines, under a lock that ends with it."""
+
+    def __init__(self, fresh: Path, path: Path):
+        """`fresh` is its name until it is locked, where nobody looks for it."""
+        self.path = path
+        self._file = create_locked(fresh, path, os.O_APPEND)
+        # In bytes.
+        self.size = 0
+
+    def append(self, line: bytes) -> None:
+        """Append a line. Raises `OSError`; nothing is then written."""
+        try:
+            written = os.write(self._file, line)
+            if written != len(line):
+                said = f"No space left: the disk took {written} of {len(line)} bytes of an event"
+                raise OSError(errno.ENOSPC, said, str(self.path))
+        except OSError:
+            # A torn line would corrupt the next event.
+            os.ftruncate(self._file, self.size)
+            raise
+        self.size += len(line)
+
+    def clear(self) -> None:
+        """Remove all lines."""
+        os.ftruncate(self._file, 0)
+        self.size = 0
+
+    def sync(self) -> None:
+        """Write the lines to the disk."""
+        os.fdatasync(self._file)
+
+    def close(self) -> None:
+        """Free the lock."""
+        os.close(self._file)
+
+
 class Spool:
     """The writer's side, for one process; safe in its threads and after a fork."""
 
@@ -42,9 +80,7 @@ class Spool:
         self.root.mkdir(parents=True, exist_ok=True)
         self._writer, self._send = writer, send
         self._lock, self._handing = threading.Lock(), threading.Lock()
-        self._fd: int | None = None
-        self._path = self.root
-        self._size = 0
+        self._file: LineFile | None = None
         self._pid = 0
         self._threads: list[PeriodicThread] = []
         if send is not None:
@@ -61,9 +97,8 @@ class Spool:
         event = {"id": fields.get("id") or str(uuid.uuid4()), "table": table, "at": time.time(), **fields}
         line = orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE)
         with self._lock:
-            self._append(line)
-            full = self._size >= ROTATE_BYTES
-        if full:
+            is_full = self._append(line) >= ROTATE_BYTES
+        if is_full:
             self.rotate()
         return str(event["id"])
 
@@ -76,16 +111,16 @@ class Spool:
 
     def _hand_over(self) -> None:
         with self._lock:
-            if self._fd is None or not self._size:
+            file = self._file
+            if file is None or not file.size:
                 return
-            fd, path = self._fd, self._path
-            self._fd = None
+            self._file = None
         try:
-            os.fsync(fd)
-            path.rename(path.with_suffix(".jsonl"))
+            file.sync()
+            file.path.rename(file.path.with_suffix(".jsonl"))
         finally:
             # Once unlocked, the reader takes the file even if the rename failed.
-            os.close(fd)
+            file.close()
 
     def close(self) -> None:
         """Hand the written events over and end the threads."""
@@ -98,10 +133,10 @@ class Spool:
             thread.join()
         self.rotate()
         with self._lock:
-            if self._fd is not None and not self._size and self._pid == os.getpid():
-                self._path.unlink(missing_ok=True)
-                os.close(self._fd)
-                self._fd = None
+            if self._file is not None and not self._file.size and self._pid == os.getpid():
+                self._file.path.unlink(missing_ok=True)
+                self._file.close()
+                self._file = None
         if self._send is not None:
             self._send()
 
@@ -109,26 +144,19 @@ class Spool:
         """Hand over what is written, and have a file ready for the next event."""
         self.rotate()
         with self._lock:
-            if self._fd is None and self._threads:
-                self._open()
+            if self._file is None and self._threads:
+                self._file = self._open()
 
-    def _append(self, line: bytes) -> None:
+    def _append(self, line: bytes) -> int:
+        """Append a line; return the size of its file."""
         if self._pid != os.getpid():
             # After a fork the open file and the threads are the parent's, which may have held the lock.
-            self._fd, self._handing = None, threading.Lock()
+            self._file, self._handing = None, threading.Lock()
             self._start_threads()
-        if self._fd is None:
-            self._open()
-        assert self._fd is not None
-        try:
-            written = os.write(self._fd, line)
-            if written != len(line):
-                raise OSError(f"The disk took {written} of {len(line)} bytes of an event for {self._path}.")
-        except OSError:
-            # A torn line would corrupt the next event.
-            os.ftruncate(self._fd, self._size)
-            raise
-        self._size += len(line)
+        if self._file is None:
+            self._file = self._open()
+        self._file.append(line)
+        return self._file.size
 
     def _start_threads(self) -> None:
         self._pid = os.getpid()
@@ -139,11 +167,9 @@ class Spool:
         for thread in self._threads:
             thread.start()
 
-    def _open(self) -> None:
+    def _open(self) -> LineFile:
         name = f"{self._writer}-{os.getpid()}-{uuid.uuid4()}"
-        path = self.root / f"{name}.open"
-        self._fd, self._size = create_locked(self.root / f"{name}.new", path, os.O_APPEND), 0
-        self._path = path
+        return LineFile(self.root / f"{name}.new", self.root / f"{name}.open")
 
 
 def infinite(fields: Mapping[str, Any]) -> str:

@@ -1,16 +1,30 @@
-"""Gateways that are gone: what their journals still have is written, and their open rows are closed."""
+"""Gateways that are gone: what their journals still have is written, and their open rows are closed.
 
+A journal is the file whose lock says that its gateway lives. Each line is a JSON array: its number, its kind,
+and
+
+- `ADMITTED`: the fields of `Metered`;
+- `BEGUN`: the number of the request's first line, its row in the database or null;
+- `ENDED`: the same two, then revision, status, and used tokens (prompt, completion) or null.
+"""
+
+import logging
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from engine.file_lock import has_holder
 from engine.metering.held_budgets import release
-from engine.metering.journal import ADMITTED, BEGUN, JOURNALS, lines
 from engine.metering.usage_rows import HAS_BEGUN, Metered, Spending, add_row, begin, close_row, counters
 
+ADMITTED, BEGUN, ENDED = "a", "b", "e"
+JOURNALS = "gateways"
 ROW = "SELECT seq, id, tenant, key, policy, revision, purpose, at, reserved, repeated FROM requests"
 OPEN = f"{ROW} WHERE state = 'admitted' AND gateway = ?"
+log = logging.getLogger("graftwork.usage")
 
 
 def close_dead(root: Path, connection: sqlite3.Connection) -> int:
@@ -64,3 +78,17 @@ def _write_journal(file: Path, after: int, connection: sqlite3.Connection, spend
             revision, status, used = rest
             request = Metered(*old)._replace(revision=revision)
             close_row(connection, spending, row, request, status, used)
+
+
+def lines(file: Path, after: int) -> Iterator[tuple[int, str, list[Any]]]:
+    """Yield number, kind and fields of a journal's lines behind line number `after`, up to a damaged one."""
+    # A line that a crash has cut off was never answered for.
+    for line in file.read_bytes().split(b"\n")[:-1]:
+        try:
+            number, kind, *fields = orjson.loads(line)
+        except (ValueError, TypeError):
+            # Some file systems leave zeros where a power failure came before the bytes.
+            log.warning("What %s has behind line %d is damaged, and nothing of it counts.", file, after)
+            return
+        if number > after:
+            yield number, kind, fields

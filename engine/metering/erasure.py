@@ -7,8 +7,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from engine.errors import ServiceError
-from engine.metering.dead_gateways import close_dead
-from engine.metering.journal import ADMITTED, JOURNALS, lines
+from engine.metering.dead_gateways import ADMITTED, JOURNALS, close_dead, lines
 from engine.metering.raw_usage import copy_parquet
 from engine.metering.usage_rows import Metered, begin, connect
 

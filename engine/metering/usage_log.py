@@ -3,8 +3,9 @@
 A request is a line of its gateway's journal before it is forwarded, and another one at its end. From there
 it becomes a row, `admitted` or `settled`, in one transaction with the budgets' counters and the roll-ups, so
 that none of the three can differ from the others. Many requests become rows in one commit, `WRITTEN_S` after
-the first of them. A line survives a kill of the process; a power failure loses at most the last two `SYNC_S`
-of `usage_upkeep.py`.
+the first of them: a line costs one system call, a commit several times that, and more where a model's work
+has emptied the core's caches. A line survives a kill of the process as a commit does; a power failure loses
+at most the last two `SYNC_S` of `usage_upkeep.py`.
 """
 
 import asyncio
@@ -16,10 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import orjson
 from prometheus_client import Counter
 
+from engine.ledger.spool import LineFile
+from engine.metering.dead_gateways import ADMITTED, BEGUN, ENDED, JOURNALS
 from engine.metering.held_budgets import IDLE_S, HeldBudgets, Hold, Shortage
-from engine.metering.journal import ADMITTED, BEGUN, ENDED, UsageJournal
 from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.usage_rows import (
     HAS_BEGUN,
@@ -70,7 +73,11 @@ class UsageLog:
         create(root / "usage.db")
         self.path, self.gateway = root / "usage.db", uuid.uuid4().hex
         self._connection = connect(self.path)
-        self._journal = UsageJournal(root, self.gateway)
+        folder = root / JOURNALS
+        folder.mkdir(exist_ok=True, mode=0o700)
+        self._journal = LineFile(root / f"{self.gateway}.new", folder / self.gateway)
+        # The number of the journal's last line.
+        self._last = 0
         self._connection.execute("INSERT INTO gateways VALUES (?, 0)", (self.gateway,))
         self._held = HeldBudgets(self._connection, self.gateway, shared is not None)
         # What the database does not have yet, by number; whether the last write failed.
@@ -122,7 +129,7 @@ class UsageLog:
             self.flush()
         holds = self._held.reserve(request, budgets)
         try:
-            number = self._journal.append(ADMITTED, *request)
+            number = self._append(ADMITTED, *request)
         except OSError:
             self._held.end(holds, request.reserved, 0)
             raise
@@ -134,7 +141,7 @@ class UsageLog:
     def note_beginning(self, entry: UsageEntry) -> None:
         """Record that the beginning of a stream was sent: no proxy asks another engine for it any more."""
         entry.request = entry.request._replace(repeated=0)
-        self._append(entry, BEGUN)
+        self._note(entry, BEGUN)
 
     def settle(
         self, entry: UsageEntry, status: int, used: tuple[int, int] | None, revision: str | None = None
@@ -153,12 +160,18 @@ class UsageLog:
         entry.status, entry.used, entry.has_ended = status, used, True
         reserved = entry.request.reserved
         self._held.end(entry.holds, reserved, reserved if used is None else sum(used))
-        self._append(entry, ENDED, entry.request.revision, status, used)
+        self._note(entry, ENDED, entry.request.revision, status, used)
 
-    def _append(self, entry: UsageEntry, kind: str, *fields: object) -> None:
+    def _append(self, kind: str, *fields: object) -> int:
+        """Write a line to the journal; return its number. Raises `OSError`; nothing is then written."""
+        self._journal.append(orjson.dumps((self._last + 1, kind, *fields), option=orjson.OPT_APPEND_NEWLINE))
+        self._last += 1
+        return self._last
+
+    def _note(self, entry: UsageEntry, kind: str, *fields: object) -> None:
         self._changed[entry.number] = entry
         try:
-            self._journal.append(kind, entry.number, entry.row, *fields)
+            self._append(kind, entry.number, entry.row, *fields)
         except OSError as error:
             # The database is told of it soon; until then a kill of the process counts it as reserved.
             log.warning("The journal of usage cannot be written: %s", error)
@@ -188,7 +201,7 @@ class UsageLog:
                     connection.execute(HAS_BEGUN, (entry.row,))
             with self._held.writing(spending, gives_back):
                 spending.write()
-                connection.execute(NOTE_WRITTEN, (self._journal.last, self.gateway))
+                connection.execute(NOTE_WRITTEN, (self._last, self.gateway))
                 connection.commit()
         for entry, row in added:
             entry.row = row

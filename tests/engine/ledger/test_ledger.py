@@ -190,7 +190,7 @@ def test_a_forked_writer_has_a_file_of_its_own(spool: Spool, ledger: Ledger) -> 
 def test_rotate_waits_for_a_thread_that_is_handing_over(
     spool: Spool, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on, whole = threading.Event(), threading.Event(), os.fsync
+    begun, go_on, whole = threading.Event(), threading.Event(), os.fdatasync
 
     def slow(fd: int) -> None:
         begun.set()
@@ -198,7 +198,7 @@ def test_rotate_waits_for_a_thread_that_is_handing_over(
         whole(fd)
 
     spool.emit("feedback", id="a", request_id="r", reward=1.0, key="k")
-    monkeypatch.setattr("engine.ledger.spool.os.fsync", slow)
+    monkeypatch.setattr("engine.ledger.spool.os.fdatasync", slow)
     other = threading.Thread(target=spool.rotate)
     other.start()
     assert begun.wait(20)

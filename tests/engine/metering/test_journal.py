@@ -9,9 +9,9 @@ from unittest.mock import Mock
 import orjson
 import pytest
 
-from engine.metering import journal
-from engine.metering.dead_gateways import close_dead
-from engine.metering.journal import ADMITTED, BEGUN, ENDED, UsageJournal, lines
+from engine.ledger import spool
+from engine.ledger.spool import LineFile
+from engine.metering.dead_gateways import ADMITTED, BEGUN, ENDED, close_dead, lines
 from engine.metering.usage_log import UsageLog
 from engine.metering.usage_rows import Budget, Metered, add_row, connect, periods
 from engine.metering.usage_schema import VERSION, create
@@ -49,7 +49,7 @@ def die_within(root: Path, when: str) -> None:
     log.settle(late[0], 200, (1, 3))
     log.note_beginning(late[1])
     if when == "before the journal is cleared":
-        journal.os.ftruncate = lambda *_: os._exit(9)
+        spool.os.ftruncate = lambda *_: os._exit(9)
     if when != "before a write":
         log.flush()
     os._exit(9)
@@ -71,25 +71,26 @@ def test_a_gateway_that_dies_has_each_request_counted_once(tmp_path: Path, when:
 
 
 def test_a_line_that_a_crash_has_cut_off_is_none(tmp_path: Path) -> None:
-    file = tmp_path / "gateways" / "one"
-    with closing(UsageJournal(tmp_path, "one")) as written:
-        written.append(ADMITTED, "whole")
-        written.append(ADMITTED, "cut off")
+    with closing(UsageLog(tmp_path)) as log:
+        log.admit(asked(1))
+        log.admit(asked(2))
+        file = tmp_path / "gateways" / log.gateway
         os.truncate(file, file.stat().st_size - 3)
-        assert list(lines(file, 0)) == [(1, ADMITTED, ["whole"])]
+        assert list(lines(file, 0)) == [(1, ADMITTED, [*asked(1)])]
         assert list(lines(file, 1)) == []
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(UsageJournal(tmp_path, "one")) as written:
-        written.append(ADMITTED, "first")
+    with closing(UsageLog(tmp_path)) as log:
+        log.admit(asked(1))
         write = os.write
-        monkeypatch.setattr(journal.os, "write", lambda file, line: write(file, line[:5]))
+        monkeypatch.setattr(spool.os, "write", lambda file, line: write(file, line[:5]))
         with pytest.raises(OSError, match="No space"):
-            written.append(ADMITTED, "second")
+            log.admit(asked(2))
         monkeypatch.undo()
-        assert written.append(ADMITTED, "third") == 2
-    assert [fields for *_, fields in lines(tmp_path / "gateways" / "one", 0)] == [["first"], ["third"]]
+        assert log.admit(asked(3)).number == 2
+        kept = [fields for *_, fields in lines(tmp_path / "gateways" / log.gateway, 0)]
+    assert kept == [[*asked(1)], [*asked(3)]]
 
 
 def test_an_end_that_the_journal_cannot_take_reaches_the_database(
@@ -97,7 +98,7 @@ def test_an_end_that_the_journal_cannot_take_reaches_the_database(
 ) -> None:
     with closing(UsageLog(tmp_path)) as log:
         entry = log.admit(asked(1))
-        monkeypatch.setattr(UsageJournal, "append", Mock(side_effect=OSError("No space left on device")))
+        monkeypatch.setattr(LineFile, "append", Mock(side_effect=OSError("No space left on device")))
         log.settle(entry, 200, (1, 2))
         log.flush()
     assert closed(tmp_path) == {"r1": ("settled", 2, "a" * 64)}

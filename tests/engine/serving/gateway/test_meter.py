@@ -17,9 +17,9 @@ from prometheus_client import REGISTRY
 
 from engine.catalog.catalog import Tenant
 from engine.errors import ConfigError, LimitReached
+from engine.ledger.spool import LineFile
 from engine.metering import usage_log
 from engine.metering.held_budgets import Shortage
-from engine.metering.journal import UsageJournal
 from engine.metering.usage_log import WRITTEN_S
 from engine.metering.usage_rows import DAY, Budget
 from engine.serving.gateway.call import Call
@@ -357,7 +357,7 @@ def unwritable(*_: object) -> Any:
 
 
 async def test_a_request_that_cannot_be_recorded_is_not_served(world: World, monkeypatch):
-    monkeypatch.setattr(UsageJournal, "append", Mock(side_effect=OSError("No space left on device")))
+    monkeypatch.setattr(LineFile, "append", Mock(side_effect=OSError("No space left on device")))
     before = unsettled()
     async with world.client(limited(world, tokens_per_day=1000)) as client:
         found = [await client.post("/v1/completions", json=TURN | {"max_tokens": 900}) for _ in range(2)]
