@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 from engine.quality.quantiles import QuantileSequence
 from engine.quality.rates import log_evidence
-from engine.quality.sequential import CanaryComparison, Unit
+from engine.quality.sequential import CanaryComparison, PairedComparison, Unit
 
 # Guards whose figure is a quotient of the arms.
 RATIOS = frozenset({"ttft", "token_time", "length", "cost"})
@@ -103,6 +103,9 @@ class Guard:
     A value is taken in constant time. Once the guard finds something it keeps a twin for each group of keys
     that is left out, which takes the values of all others.
     """
+
+    # The means of both arms, of the guards that compare these.
+    comparison: PairedComparison
 
     def __init__(self, name: str, required: bool, evaluator: str = ""):
         self.name, self.required, self.evaluator = name, required, evaluator
@@ -201,7 +204,8 @@ class Guard:
 
     def _start_step(self) -> None: ...
 
-    def _take(self, unit: Unit) -> None: ...
+    def _take(self, unit: Unit) -> None:
+        self.comparison.add(unit)
 
     def _repeat(self, unit: Unit, value: float) -> None: ...
 
@@ -213,7 +217,7 @@ class Guard:
         raise NotImplementedError
 
     def _interval(self) -> tuple[float, float]:
-        raise NotImplementedError
+        return self.comparison.lower, self.comparison.upper
 
     def _rule(self) -> str:
         raise NotImplementedError
@@ -236,16 +240,10 @@ class RewardGuard(Guard):
     def _empty(self) -> Guard:
         return RewardGuard(self._weights, self._alpha, self._margin)
 
-    def _take(self, unit: Unit) -> None:
-        self.comparison.add(unit)
-
     def _state(self) -> State:
         if self.comparison.is_below:
             return "harm"
         return "clear" if self.comparison.is_above else "open"
-
-    def _interval(self) -> tuple[float, float]:
-        return self.comparison.lower, self.comparison.upper
 
     def _rule(self) -> str:
         return f"betting confidence sequence at level {self._alpha:g}, margin {self._margin:g}"
@@ -263,7 +261,7 @@ class RateGuard(Guard):
     ):
         super().__init__(name, required)
         self._weights, self._alpha, self.share, self._margin = weights, alpha, share, margin
-        self._comparison = CanaryComparison(weights, alpha, above=0.0, below=margin)
+        self.comparison = CanaryComparison(weights, alpha, above=0.0, below=margin)
         # By the canary's weight, how many units of the canary and of the baseline had a fault.
         self._faults: dict[float, tuple[int, int]] = {}
         self._is_harm = False
@@ -272,7 +270,7 @@ class RateGuard(Guard):
         return RateGuard(self.name, self.required, self._weights, self._alpha, self.share, self._margin)
 
     def _take(self, unit: Unit) -> None:
-        self._comparison.add(unit)
+        super()._take(unit)
         if unit.total > 0:
             self._add_fault(unit)
 
@@ -290,10 +288,7 @@ class RateGuard(Guard):
     def _state(self) -> State:
         if self._is_harm:
             return "harm"
-        return "clear" if self.required and self._comparison.is_below else "open"
-
-    def _interval(self) -> tuple[float, float]:
-        return self._comparison.lower, self._comparison.upper
+        return "clear" if self.required and self.comparison.is_below else "open"
 
     def _rule(self) -> str:
         return f"mixture of binomials at level {self.share:.3g}, margin {self._margin:g}"

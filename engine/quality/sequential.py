@@ -213,17 +213,14 @@ def group_sizes(weight: float) -> dict[bool, int]:
     return {True: max(1, math.floor(1 / ratio + 1e-9)), False: max(1, math.floor(ratio + 1e-9))}
 
 
-class CanaryComparison:
-    """A confidence sequence on the canary's mean minus the baseline's, in [-1, 1], over all steps.
+class PairedComparison:
+    """A confidence sequence on the mean of differences in [-1, 1]; the value of a unit is one of them.
 
-    Each side is wrong with probability at most alpha / 2, over the whole canary. The units of a step are
-    compared with each other only; the capital of the bets multiplies over the steps. `above` and `below` are
-    the limits that are tested exactly.
+    Each side is wrong with probability at most alpha / 2, over the whole stream. `above` and `below` are the
+    limits that are tested exactly.
     """
 
-    def __init__(self, weights: dict[int, float], alpha: float, above: float, below: float):
-        self._above, self._below = above, below
-        self._pairing = Pairing(weights)
+    def __init__(self, alpha: float, above: float = 1.0, below: float = -1.0):
         self._sequence = MeanSequence(alpha, (1 + above) / 2, (1 + below) / 2)
 
     @property
@@ -250,6 +247,21 @@ class CanaryComparison:
     def upper(self) -> float:
         """Return the interval's upper end."""
         return _difference(self._sequence.upper)
+
+    def add(self, unit: Unit) -> None:
+        """Add the next unit of the stream, in order of their first value."""
+        self._sequence.add((unit.total + 1) / 2)
+
+
+class CanaryComparison(PairedComparison):
+    """The same on the canary's mean minus the baseline's, over all steps.
+
+    The units of a step are compared with each other only; the capital of the bets multiplies over the steps.
+    """
+
+    def __init__(self, weights: dict[int, float], alpha: float, above: float, below: float):
+        super().__init__(alpha, above, below)
+        self._pairing = Pairing(weights)
 
     def add(self, unit: Unit) -> None:
         """Add the next unit of the stream, in order of their first value."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from engine.quality.budget import SHADOWED, ErrorBudget
 from engine.quality.canary import COST_MARGIN, FAULTS, SERVER_ERROR
-from engine.quality.guards import Guard, GuardResult, GuardResults, QuantileGuard, State
+from engine.quality.guards import Guard, GuardResult, GuardResults, QuantileGuard, RewardGuard, State
 from engine.quality.rates import log_evidence
-from engine.quality.sequential import MeanSequence, Unit
+from engine.quality.sequential import PairedComparison, Unit
 from engine.settings.releases import GuardName, ReleaseConfig, score_guard
 
 
@@ -127,30 +127,15 @@ class ShadowJudge:
         )
 
 
-class PairedScores(Guard):
-    """Differences of an evaluator's scores, revision - baseline, by the betting confidence sequence.
-
-    Harm is below 0, and clear above -margin; each is wrong with probability at most alpha / 2.
-    """
+class PairedScores(RewardGuard):
+    """Differences of an evaluator's scores, revision - baseline, each of them a unit's value."""
 
     def __init__(self, evaluator: str, alpha: float, margin: float, required: bool):
-        super().__init__(score_guard(evaluator), required, evaluator)
-        self._alpha, self._margin = alpha, margin
-        self._sequence = MeanSequence(alpha, above=(1 - margin) / 2, below=0.5)
+        super().__init__({}, alpha, margin, score_guard(evaluator), required, evaluator)
+        self.comparison = PairedComparison(alpha, above=-margin, below=0.0)
 
     def _empty(self) -> Guard:
         return PairedScores(self.evaluator, self._alpha, self._margin, self.required)
-
-    def _take(self, unit: Unit) -> None:
-        self._sequence.add((unit.total + 1) / 2)
-
-    def _state(self) -> State:
-        if self._sequence.is_below:
-            return "harm"
-        return "clear" if self._sequence.is_above else "open"
-
-    def _interval(self) -> tuple[float, float]:
-        return _differences(self._sequence)
 
     def _rule(self) -> str:
         return f"betting confidence sequence of pairs at level {self._alpha:.3g}, margin {self._margin:g}"
@@ -167,23 +152,20 @@ class DiscordantPairs(Guard):
         super().__init__(name, required=False)
         self._share = share
         self._alone = {1.0: 0, -1.0: 0, 0.0: 0}
-        self._sequence = MeanSequence(share)
+        self.comparison = PairedComparison(share)
         self._is_harm = False
 
     def _empty(self) -> Guard:
         return DiscordantPairs(self.name, self._share)
 
     def _take(self, unit: Unit) -> None:
+        super()._take(unit)
         self._alone[unit.total] += 1
-        self._sequence.add((unit.total + 1) / 2)
         evidence = log_evidence({0.5: (self._alone[1.0], self._alone[-1.0])}) if unit.total > 0 else 0.0
         self._is_harm = self._is_harm or evidence >= math.log(1 / self._share)
 
     def _state(self) -> State:
         return "harm" if self._is_harm else "open"
-
-    def _interval(self) -> tuple[float, float]:
-        return _differences(self._sequence)
 
     def _rule(self) -> str:
         return f"mixture of binomials of discordant pairs at level {self._share:.3g}"
@@ -200,7 +182,3 @@ def _faults(answer: ShadowAnswer) -> dict[GuardName, float]:
     if failed or answer.outcome is None:
         return {"errors": float(failed)}
     return {"errors": 0.0, **{fault: float(answer.outcome == fault) for fault in FAULTS}}
-
-
-def _differences(sequence: MeanSequence) -> tuple[float, float]:
-    return round(2 * sequence.lower - 1, 12), round(2 * sequence.upper - 1, 12)
