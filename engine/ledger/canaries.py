@@ -9,9 +9,33 @@ import duckdb
 
 from engine.catalog.records import Release
 from engine.ledger.evaluations import LiveScore, live_scores
-from engine.ledger.queries import Observed, Rating, canary_answers, canary_feedback, canary_ratings
+from engine.ledger.queries import ANSWERED, Rating, canary_ratings, of_canary
 from engine.quality.canary import CanaryAnswer, CanaryJudge, CanaryResult, FeedbackCounts
 from engine.settings.releases import ReleaseConfig
+
+# Where no pieces were counted the answer was not streamed, and `ttft_s` is the time of the whole answer.
+ANSWERS = f"""
+    SELECT rowid, "at", coalesce(route_version, 0), key, unit, arm = 'canary', coalesce(status, 200), outcome,
+        CASE WHEN pieces IS NOT NULL AND status = 200 THEN ttft_s END, token_s,
+        CASE WHEN status = 200 THEN coalesce(completion_tokens, pieces) END,
+        CASE WHEN status = 200 THEN latency_s END
+    {ANSWERED} AND rowid > $after AND "at" <= $ended ORDER BY rowid
+"""
+# Answers, rated ones, valid ratings by the answer's own key, those by other keys, and those outside [0, 1].
+FEEDBACK = f"""
+    WITH answers AS (SELECT id, key, status {ANSWERED} AND "at" <= $ended), said AS (
+        SELECT request_id, feedback.key = answers.key AS is_own,
+            coalesce(reward BETWEEN 0 AND 1, false) AS is_valid
+        FROM feedback JOIN answers ON request_id = answers.id
+        WHERE feedback."at" <= $ended AND coalesce(status, 200) < 400
+    )
+    SELECT (SELECT count(*) FROM answers WHERE coalesce(status, 200) < 400),
+        count(DISTINCT request_id) FILTER (is_own AND is_valid),
+        count(*) FILTER (is_own AND is_valid),
+        count(*) FILTER (NOT is_own),
+        count(*) FILTER (is_own AND NOT is_valid)
+    FROM said
+"""
 
 
 class CanaryReader:
@@ -32,11 +56,11 @@ class CanaryReader:
     def read(self, ledger: duckdb.DuckDBPyConnection, release: Release) -> CanaryResult:
         """Take the answers and ratings that are new, and return what all say."""
         self._follow(release)
-        answers = canary_answers(ledger, release, self._answers_until)
+        answers = self._answers(ledger, release, self._answers_until)
         ratings = [rating for rating in canary_ratings(ledger, release) if rating.seq not in self._rated]
-        for observed in answers:
-            self.judge.observe(self._answer(observed))
-            self._answers_until = observed.number
+        for number, _, answer in answers:
+            self.judge.observe(answer)
+            self._answers_until = number
         for rating in ratings:
             self.rate(rating)
             self._rated.add(rating.seq)
@@ -49,8 +73,7 @@ class CanaryReader:
     def replay(self, ledger: duckdb.DuckDBPyConnection, release: Release) -> Iterator[float]:
         """Take one answer or rating after the other by their times; yield each time, in epoch seconds."""
         events: list[tuple[float, Callable[[], None]]] = [
-            (observed.at, partial(self.judge.observe, self._answer(observed)))
-            for observed in canary_answers(ledger, release)
+            (at, partial(self.judge.observe, answer)) for _, at, answer in self._answers(ledger, release)
         ]
         events += [(rating.at, partial(self.rate, rating)) for rating in canary_ratings(ledger, release)]
         events += [(score.at, partial(self._evaluate, score)) for score in self._scores(ledger, release)]
@@ -80,22 +103,17 @@ class CanaryReader:
         self.judge.evaluate(score.evaluator, step, score.key, score.unit, score.is_canary, score.value)
         self._scored.add(score.seq)
 
-    def _answer(self, seen: Observed) -> CanaryAnswer:
-        return CanaryAnswer(
-            self._step_of(seen.version),
-            seen.key,
-            seen.unit,
-            seen.is_canary,
-            seen.status,
-            seen.outcome,
-            seen.ttft_s,
-            seen.token_s,
-            seen.length,
-            seen.latency_s,
-        )
+    def _answers(
+        self, ledger: duckdb.DuckDBPyConnection, release: Release, after: int = -1
+    ) -> list[tuple[int, float, CanaryAnswer]]:
+        """Return the answers after row number `after`, in order: the row's number, its time, the answer."""
+        rows = ledger.execute(ANSWERS, of_canary(release) | {"after": after}).fetchall()
+        return [
+            (number, at, CanaryAnswer(self._step_of(version), *seen)) for number, at, version, *seen in rows
+        ]
 
     def _feedback(self, ledger: duckdb.DuckDBPyConnection, release: Release) -> FeedbackCounts:
-        answers, rated, own, foreign, refused = canary_feedback(ledger, release)
+        answers, rated, own, foreign, refused = ledger.execute(FEEDBACK, of_canary(release)).fetchall()[0]
         return FeedbackCounts(answers, rated, self.judge.rewards.late, own - rated, foreign, refused)
 
     def _follow(self, release: Release) -> None:

@@ -27,19 +27,6 @@ SCORED = f"""
     FROM values JOIN answers ON answers.id = values.id AND (by_key IS NULL OR by_key = key)
     WHERE values."at" <= $ended AND NOT is_refused ORDER BY values."at", seq
 """
-# No answer of a release began more than an hour before it, and older ones are many.
-PAIRS = """
-    SELECT shadows.id, shadows.unit, shadows.key, theirs.status, mine.status, theirs.outcome, mine.outcome,
-        theirs.completion_tokens, mine.completion_tokens, shadows.request, shadows.answer
-    FROM shadows JOIN observations theirs ON theirs.id = shadows.request AND theirs."at" >= $since - 3600
-        JOIN observations mine ON mine.id = shadows.answer AND mine."at" >= $since - 3600
-    WHERE shadows.release = $release AND shadows.id NOT IN (SELECT unnest($known::VARCHAR[]))
-    ORDER BY shadows.rowid
-"""
-PAIR_SCORES = """
-    SELECT request, evaluator, version, score FROM evaluations
-    WHERE release = $release AND score IS NOT NULL AND request IN (SELECT unnest($answers::VARCHAR[]))
-"""
 USES = """
     SELECT evaluator, version, count(score), count(*) FILTER (score IS NULL), arg_max(fault, "at"),
         coalesce(sum(seconds), 0), coalesce(sum(tokens), 0)::BIGINT
@@ -71,25 +58,6 @@ class LiveScore(NamedTuple):
     value: float
 
 
-class ShadowPairRow(NamedTuple):
-    """Two answers to one question, the baseline's, which a user got, and the revision's.
-
-    Lengths are in tokens.
-    """
-
-    id: str
-    unit: str
-    key: str
-    baseline_status: int
-    status: int
-    baseline_outcome: str | None
-    outcome: str | None
-    baseline_length: int | None
-    length: int | None
-    request: str
-    answer: str
-
-
 class EvaluatorUse(NamedTuple):
     """What an evaluator did for a release: scores, failures with the newest fault, and what they cost."""
 
@@ -111,25 +79,6 @@ class EvaluatorUse(NamedTuple):
 def live_scores(ledger: duckdb.DuckDBPyConnection, release: Release) -> list[LiveScore]:
     """Return the scores and metrics of a canary's and its baseline's answers, in order of arrival."""
     return list(starmap(LiveScore, ledger.execute(SCORED, of_canary(release) | _named(release)).fetchall()))
-
-
-def shadow_pairs(
-    ledger: duckdb.DuckDBPyConnection, release: Release, known: Iterable[str]
-) -> list[ShadowPairRow]:
-    """Return a release's pairs of answers but for those of these ids, in order of arrival."""
-    asked = _named(release) | {"since": release.created_at, "known": list(known)}
-    return list(starmap(ShadowPairRow, ledger.execute(PAIRS, asked).fetchall()))
-
-
-def pair_scores(
-    ledger: duckdb.DuckDBPyConnection, release: Release, pairs: Sequence[ShadowPairRow]
-) -> dict[str, dict[tuple[str, str], float]]:
-    """Return the scores of the answers of pairs: by answer, by evaluator and version."""
-    asked = _named(release) | {"answers": [id for pair in pairs for id in (pair.request, pair.answer)]}
-    scores: dict[str, dict[tuple[str, str], float]] = defaultdict(dict)
-    for answer, evaluator, version, score in ledger.execute(PAIR_SCORES, asked).fetchall():
-        scores[answer][evaluator, version] = score
-    return scores
 
 
 def evaluator_uses(ledger: duckdb.DuckDBPyConnection, release: Release) -> list[EvaluatorUse]:

@@ -1,4 +1,4 @@
-"""Queries that several readers share: a revision's latest scores, a canary's answers and ratings.
+"""Queries that several readers share: a revision's latest scores, a canary's ratings and steps.
 
 They run on the ledger or on its snapshot.
 """
@@ -60,28 +60,6 @@ RATINGS = f"""
     SELECT rated_at, version, first.key, unit, arm = 'canary', reward, seq, segment
     FROM answers JOIN first ON request_id = answers.id AND first.key = answers.key
     WHERE rated_at <= $ended AND NOT is_refused ORDER BY seq
-"""
-# Where no pieces were counted the answer was not streamed, and `ttft_s` is the time of the whole answer.
-ANSWERS = f"""
-    SELECT rowid, "at", coalesce(route_version, 0), key, unit, arm = 'canary', coalesce(status, 200), outcome,
-        CASE WHEN pieces IS NOT NULL AND status = 200 THEN ttft_s END, token_s,
-        CASE WHEN status = 200 THEN coalesce(completion_tokens, pieces) END,
-        CASE WHEN status = 200 THEN latency_s END
-    {ANSWERED} AND rowid > $after AND "at" <= $ended ORDER BY rowid
-"""
-FEEDBACK = f"""
-    WITH answers AS (SELECT id, key, status {ANSWERED} AND "at" <= $ended), said AS (
-        SELECT request_id, feedback.key = answers.key AS is_own,
-            coalesce(reward BETWEEN 0 AND 1, false) AS is_valid
-        FROM feedback JOIN answers ON request_id = answers.id
-        WHERE feedback."at" <= $ended AND coalesce(status, 200) < 400
-    )
-    SELECT (SELECT count(*) FROM answers WHERE coalesce(status, 200) < 400),
-        count(DISTINCT request_id) FILTER (is_own AND is_valid),
-        count(*) FILTER (is_own AND is_valid),
-        count(*) FILTER (NOT is_own),
-        count(*) FILTER (is_own AND NOT is_valid)
-    FROM said
 """
 # Users' requests that champion or base answered in the canary's place.
 FALLBACKS = """
@@ -172,43 +150,6 @@ def canary_ratings(ledger: duckdb.DuckDBPyConnection, release: Release) -> list[
     before versions were recorded have the time alone.
     """
     return list(starmap(Rating, ledger.execute(RATINGS, of_canary(release)).fetchall()))
-
-
-class Observed(NamedTuple):
-    """An answer of a canary or its baseline, at `at` (epoch s); `number` is its row's, `version` the route's.
-
-    `outcome` is None where the gateway did not look, `ttft_s` and `token_s` are None for an answer that was
-    not streamed. `length` is in tokens, or a stream's pieces; `latency_s` is the time of the whole answer.
-    """
-
-    number: int
-    at: float
-    version: int
-    key: str
-    unit: str
-    is_canary: bool
-    status: int
-    outcome: str | None
-    ttft_s: float | None
-    token_s: float | None
-    length: int | None
-    latency_s: float | None
-
-
-def canary_answers(ledger: duckdb.DuckDBPyConnection, release: Release, after: int = -1) -> list[Observed]:
-    """Return the answers of a canary and its baseline, in order, after row number `after`."""
-    rows = ledger.execute(ANSWERS, of_canary(release) | {"after": after}).fetchall()
-    return list(starmap(Observed, rows))
-
-
-def canary_feedback(ledger: duckdb.DuckDBPyConnection, release: Release) -> tuple[int, int, int, int, int]:
-    """Return counts of a canary's feedback.
-
-    They are: answers, rated answers, valid ratings by the answer's own key, ratings by other keys, and
-    rewards outside [0, 1].
-    """
-    answers, rated, own, foreign, refused = ledger.execute(FEEDBACK, of_canary(release)).fetchall()[0]
-    return answers, rated, own, foreign, refused
 
 
 def canary_fallbacks(ledger: duckdb.DuckDBPyConnection, release: Release) -> int:
