@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.catalog.opening import open_catalog
-from engine.clients.engine import EngineClient
 from engine.errors import Conflict
 from engine.ledger.estimates import BASE, Estimate, emit_estimate, has_estimates
 from engine.ledger.ledger import open_ledger
@@ -24,7 +23,7 @@ from engine.ledger.queries import known_outcomes
 from engine.ledger.sender import open_spool
 from engine.quality.regression import RegressionReading, Target
 from engine.settings.params import DIGEST12, Params
-from tasks.score import Score, ask_engine, emit_scores, engine_hash, on_base, score
+from tasks.score import Score, ask_engine, emit_scores, engine_hash, in_force, score
 from tasks.suites import Suite, load_suite
 
 # Items that are asked for at once: few, since each outcome helps to choose the next.
@@ -84,10 +83,8 @@ def score_part(
     same items, so that nobody can try until the gate opens. Raises what `tasks.score.score` raises.
     """
     started, root = time.monotonic(), root or params.suites_dir
-    with EngineClient(params.url("engine")) as engine:
-        marker = engine.marker()
-    suite = on_base(params, load_suite(baseline.suite, root), str(marker["base"]), marker.get("text_digest"))
-    scored, now = (baseline.base, baseline.suite_version), (str(marker["base"]), suite.version)
+    suite, base = in_force(params, load_suite(baseline.suite, root))
+    scored, now = (baseline.base, baseline.suite_version), (base, suite.version)
     if scored != now:
         raise Conflict(
             f"The baseline was scored on version {scored[1]} of the suite {suite.name} with the base "

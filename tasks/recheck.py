@@ -4,14 +4,13 @@ import time
 
 from engine.base.fitting import fitted_policy
 from engine.catalog.opening import open_catalog
-from engine.clients.engine import EngineClient
 from engine.controller.recheck import Pair, due, pair_of
 from engine.ledger.ledger import open_ledger
 from engine.ledger.looks import Made, looks
 from engine.settings.params import Params, content_hash
 from engine.version import code_version
 from tasks.release import controller
-from tasks.score import compare, engine_hash, on_base, score
+from tasks.score import compare, engine_hash, in_force, score
 from tasks.suites import load_suite
 
 
@@ -45,8 +44,5 @@ def _score_if_due(params: Params, policy: str, pair: Pair, key: str) -> str:
 
 def _in_force(params: Params, suite: str) -> tuple[Made, int]:
     """Return what scores are made with now, and how many items the suite has."""
-    opened = load_suite(suite, params.suites_dir)
-    with EngineClient(params.url("engine")) as engine:
-        marker = engine.marker()
-    opened = on_base(params, opened, str(marker["base"]), marker.get("text_digest"))
+    opened, _ = in_force(params, load_suite(suite, params.suites_dir))
     return Made(opened.version, engine_hash(params), code_version()), len(opened.items)

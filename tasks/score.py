@@ -119,10 +119,7 @@ def scores(
     started, root = time.monotonic(), root or params.suites_dir
     opened = load_suite(suite, root)
     refuse_unlisted("verifier", opened.rule.get("verifier", ""), params.python_modules)
-    with EngineClient(params.url("engine")) as engine:
-        marker = engine.marker()
-    base = str(marker["base"])
-    opened = on_base(params, opened, base, marker.get("text_digest"))
+    opened, base = in_force(params, opened)
     # The ids of its rows derive from the digest.
     opened = replace(opened, digest=opened.digest + take)
     known = [recorded(params, base, *one, opened) if reuse else () for one in revisions]
@@ -177,6 +174,14 @@ def _loss(suite: Suite, items: tuple[ItemScore, ...]) -> float | None:
         return None
     pairs = list(zip(suite.items, items, strict=True))
     return -sum(one.tokens * log(scored.score) for one, scored in pairs) / sum(one.tokens for one, _ in pairs)
+
+
+def in_force(params: Params, suite: Suite) -> tuple[Suite, str]:
+    """Return the suite as the ledger names it for the base that the engine serves, and that base's digest."""
+    with EngineClient(params.url("engine")) as engine:
+        marker = engine.marker()
+    base = str(marker["base"])
+    return on_base(params, suite, base, marker.get("text_digest")), base
 
 
 def on_base(params: Params, suite: Suite, base: str, text: str | None) -> Suite:
