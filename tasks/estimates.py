@@ -37,8 +37,8 @@ def emit_difference(
 ) -> None:
     """Emit the difference of scores to those of `row.against` on the same items; idempotent in `run`."""
     gains = [own - other for own, other in zip(mine, theirs, strict=True)]
-    paired = paired_difference(mine, theirs)
-    _emit(params, list(_both(row, gains, (paired.low, paired.high))), run)
+    _, low, high = paired_difference(mine, theirs)
+    _emit(params, list(_both(row, gains, (low, high))), run)
 
 
 def _both(row: Estimate, values: Sequence[float], of_task: tuple[float, float]) -> Iterator[Estimate]:

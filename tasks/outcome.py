@@ -16,7 +16,7 @@ from engine.settings.params import DIGEST12, Params
 
 if TYPE_CHECKING:
     from engine.ledger.estimates import Estimate
-    from engine.quality.estimate import Difference
+    from engine.quality.term_sequence import MeanInterval
     from engine.report.data import SuiteScore
     from tasks.general import Perplexity
     from tasks.part_score import PartScore
@@ -311,7 +311,7 @@ def summary(
     }
 
 
-def gain(base: "Score", revision: "Score") -> "Difference":
+def gain(base: "Score", revision: "Score") -> "MeanInterval":
     """Return the paired difference of a revision's scores and the base's on the same items, in [-1, 1]."""
     # It imports SciPy, which `graftwork --help` does not need.
     from engine.quality.estimate import paired_difference

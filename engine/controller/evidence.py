@@ -4,9 +4,9 @@ What a running canary's judge has taken is cached, so it takes only what is new.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.catalog.catalog import Catalog, Release
 from engine.controller.advance import Evidence
@@ -50,28 +50,30 @@ class EvidenceReader:
 
     def read(self, release: Release, ledger: Ledger) -> Evidence:
         """Return the current evidence for a release."""
-        revision = self._catalog.revisions.get(release.policy, release.revision)
+        now, revision = time.time(), self._catalog.revisions.get(release.policy, release.revision)
         stone = self._catalog.tombstones.find(release.policy, release.revision)
+        # Before its users come.
+        is_awaited = release.step == "canary" and release.canary_started_at is None
         evaluates = bool(release.settings.get("evaluators")) and release.step in SINCE_SHADOW
         shadow = self._shadow(release, ledger) if evaluates else None
         return Evidence(
-            now=time.time(),
+            now=now,
             route=self._catalog.routes.get(release.policy),
             probe=revision.probe,
-            score=self._score(release, revision.base, ledger) if release.step == "score" else None,
-            language=self._language(release, revision.base, ledger) if release.step == "score" else None,
+            **(self._offline(release, revision.base, ledger) if release.step == "score" else {}),
             canary=self._canary(release, ledger),
             tombstone=stone.reason if stone else None,
             frozen=self._catalog.switches.is_on("freeze"),
             step_s=self._since(release, "gate", (release.step, release.canary_started_at)),
             weight_s=self._since(release, "weight", (release.canary_started_at, release.weight)),
             asked_s=self._since(release, "approval", (release.asked,)) if release.asked else 0.0,
-            units_per_s=self._traffic(release, ledger),
-            without=self._without(release, revision.base),
+            units_per_s=recent_units_per_s(ledger.connection, release.policy, now) if is_awaited else None,
+            without=self._engines_without(release.policy, release.revision, revision.base)
+            if is_awaited
+            else {},
             shadow=shadow.result if shadow else None,
             uses=tuple(evaluator_uses(ledger.connection, release)) if evaluates else (),
             shadow_cost=shadow.cost if shadow else (0, 0.0, 0),
-            kept=self._kept(release, revision.base, ledger) if release.step == "score" else None,
         )
 
     def forget(self, release_id: str) -> None:
@@ -97,46 +99,14 @@ class EvidenceReader:
         self._ran[release.id, kind] = _Ran(now_at, ran_s, now, is_stopped)
         return ran_s
 
-    def _traffic(self, release: Release, ledger: Ledger) -> float | None:
-        """Return the units a second that a canary may expect; only before its start."""
-        if release.step != "canary" or release.canary_started_at is not None:
-            return None
-        return recent_units_per_s(ledger.connection, release.policy, time.time())
-
-    def _without(self, release: Release, base: str) -> dict[str, str]:
-        """Return the engines without the revision; only before its users come."""
-        if release.step != "canary" or release.canary_started_at is not None:
-            return {}
-        return self._engines_without(release.policy, release.revision, base)
-
-    def _score(self, release: Release, base: str, ledger: Ledger) -> OfflineScore | None:
+    def _offline(self, release: Release, base: str, ledger: Ledger) -> dict[str, Any]:
+        """Return the evidence of the score gate."""
         config = self._catalog.policies.get(release.policy).config
-        suite, verifier = config.get("suite", ""), config.get("verifier", "")
-        if release.revision == release.baseline:
-            return None
-        mine, theirs = _common_scores(ledger, base, release, suite, release.baseline)
-        if not mine:
-            return _part_score(ledger, base, release, suite, verifier, config.get("score_reads", "all"))
-        low = paired_difference(mine, theirs).low
-        return OfflineScore(len(mine), fmean(mine), fmean(theirs), low, verifier)
-
-    def _language(self, release: Release, base: str, ledger: Ledger) -> LanguageScore | None:
-        if not self._catalog.policies.get(release.policy).config.get("general"):
-            return None
-        mine, theirs = _common_scores(ledger, base, release, GENERAL, None)
-        if not mine:
-            return LanguageScore(0, 0.0, 0.0)
-        return LanguageScore(len(mine), perplexity(mine), perplexity(theirs))
-
-    def _kept(self, release: Release, base: str, ledger: Ledger) -> KeptScore | None:
-        suite = self._catalog.policies.get(release.policy).config.get("keeps")
-        if not suite or release.revision == release.baseline:
-            return None
-        mine, theirs = _common_scores(ledger, base, release, suite, release.baseline)
-        if not mine:
-            return KeptScore(suite, 0)
-        high = paired_difference(mine, theirs).high
-        return KeptScore(suite, len(mine), fmean(mine), fmean(theirs), high)
+        return {
+            "score": _score(release, base, ledger, config),
+            "language": _language(release, base, ledger) if config.get("general") else None,
+            "kept": _kept(release, base, ledger, config.get("keeps")),
+        }
 
     def _shadow(self, release: Release, ledger: Ledger) -> ShadowReader | None:
         """Return what has read the shadow; after its gate that no longer changes."""
@@ -184,6 +154,33 @@ def _ran_before(release: Release, kind: str) -> float:
     }
     now, at = time.time(), starts[kind] or release.updated_at
     return max(0.0, now - at - release.stopped_s(at, now, kind == "approval"))
+
+
+def _score(release: Release, base: str, ledger: Ledger, config: Mapping[str, Any]) -> OfflineScore | None:
+    suite, verifier = config.get("suite", ""), config.get("verifier", "")
+    if release.revision == release.baseline:
+        return None
+    mine, theirs = _common_scores(ledger, base, release, suite, release.baseline)
+    if not mine:
+        return _part_score(ledger, base, release, suite, verifier, config.get("score_reads", "all"))
+    low = paired_difference(mine, theirs).low
+    return OfflineScore(len(mine), fmean(mine), fmean(theirs), low, verifier)
+
+
+def _language(release: Release, base: str, ledger: Ledger) -> LanguageScore:
+    mine, theirs = _common_scores(ledger, base, release, GENERAL, None)
+    if not mine:
+        return LanguageScore(0, 0.0, 0.0)
+    return LanguageScore(len(mine), perplexity(mine), perplexity(theirs))
+
+
+def _kept(release: Release, base: str, ledger: Ledger, suite: str | None) -> KeptScore | None:
+    if not suite or release.revision == release.baseline:
+        return None
+    mine, theirs = _common_scores(ledger, base, release, suite, release.baseline)
+    if not mine:
+        return KeptScore(suite, 0)
+    return KeptScore(suite, len(mine), fmean(mine), fmean(theirs), paired_difference(mine, theirs).high)
 
 
 def _common_scores(

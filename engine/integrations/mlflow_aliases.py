@@ -45,13 +45,12 @@ class AliasMove:
 
 def find_moves(aliases: dict[str, str], notes: dict[str, AliasNote]) -> list[AliasMove]:
     """Return the aliases that match neither the last write nor a noted intent."""
-    moves = []
-    for role in ROLES:
-        note, now = notes.get(role), aliases.get(role)
-        ours = (note.version or "").split(">") if note else [""]
-        if (now or "") not in ours:
-            moves.append(AliasMove(role, now))
-    return moves
+    ours = {role: (note.version or "").split(">") for role, note in notes.items()}
+    return [
+        AliasMove(role, aliases.get(role))
+        for role in ROLES
+        if aliases.get(role, "") not in ours.get(role, [""])
+    ]
 
 
 def is_older(model: Model, notes: dict[str, AliasNote]) -> bool:

@@ -105,22 +105,6 @@ def _about(topic: str, text: str) -> bool:
     return any(word.startswith(topic.casefold()) for word in words(text.casefold()))
 
 
-def _at_start(wanted: str, text: str) -> bool:
-    return text.startswith(wanted)
-
-
-def _at_end(wanted: str, text: str) -> bool:
-    return text.endswith(wanted)
-
-
-def _in_case(case: str, text: str) -> bool:
-    return text == (text.upper() if case == "upper" else text.lower())
-
-
-def _between(bounds: list[int], text: str) -> bool:
-    return bounds[0] <= len(words(text)) <= bounds[1]
-
-
 def _listed(count: int, text: str) -> bool:
     items = [item.strip() for item in text.rstrip(".").split(",")]
     return len({*items}) == count == len(items) and all(0 < len(words(item)) <= 3 for item in items)
@@ -131,23 +115,15 @@ def _within(marks: str, text: str) -> bool:
     return len(text) > 2 and text[0] == marks[0] and text[-1] == marks[1] and not set(marks) & set(inner)
 
 
-def _with(word: str, text: str) -> bool:
-    return word.casefold() in words(text.casefold())
-
-
-def _without(word: str, text: str) -> bool:
-    return not _with(word, text)
-
-
 # The names of checks in an expected answer, a JSON object such as {"about": "river", "words": [3, 8]}.
 CHECKS: dict[str, Check] = {
     "about": _about,
-    "with": _with,
-    "without": _without,
-    "starts": _at_start,
-    "ends": _at_end,
-    "case": _in_case,
-    "words": _between,
+    "with": lambda word, text: word.casefold() in words(text.casefold()),
+    "without": lambda word, text: word.casefold() not in words(text.casefold()),
+    "starts": lambda wanted, text: text.startswith(wanted),
+    "ends": lambda wanted, text: text.endswith(wanted),
+    "case": lambda case, text: text == (text.upper() if case == "upper" else text.lower()),
+    "words": lambda bounds, text: bounds[0] <= len(words(text)) <= bounds[1],
     "items": _listed,
     "within": _within,
 }

@@ -216,16 +216,16 @@ class CanaryJudge:
 
 def _figures(answer: CanaryAnswer) -> Iterator[tuple[GuardName, float]]:
     """Yield what an answer tells the guards."""
-    failed = answer.status >= SERVER_ERROR
-    yield "errors", float(failed)
-    if not failed and answer.outcome is not None:
-        for fault in FAULTS:
-            yield fault, float(answer.outcome == fault)
-    if answer.ttft_s is not None:
-        yield "ttft", answer.ttft_s
-    if answer.token_s is not None:
-        yield "token_time", answer.token_s
-    if answer.length is not None:
-        yield "length", answer.length
-    if answer.cost is not None:
-        yield "cost", answer.cost
+    yield from faults_of(answer.status, answer.outcome).items()
+    measured: dict[GuardName, float | None] = {
+        "ttft": answer.ttft_s, "token_time": answer.token_s, "length": answer.length, "cost": answer.cost
+    }  # fmt: skip
+    yield from ((name, value) for name, value in measured.items() if value is not None)
+
+
+def faults_of(status: int, outcome: str | None) -> dict[GuardName, float]:
+    """Return which faults an answer has, 1 or 0, of those that can be told."""
+    failed = status >= SERVER_ERROR
+    if failed or outcome is None:
+        return {"errors": float(failed)}
+    return {"errors": 0.0, **{fault: float(outcome == fault) for fault in FAULTS}}

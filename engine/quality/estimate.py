@@ -7,21 +7,12 @@ least nominal coverage for independent items, for any distribution.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean
 
 from scipy.special import betaincinv
 
 from engine.quality.sequential import MeanSequence
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Mean paired difference of two revisions on the same items, and its interval in [-1, 1]."""
-
-    mean: float
-    low: float
-    high: float
+from engine.quality.term_sequence import MeanInterval
 
 
 def interval(scores: Sequence[float], alpha: float = 0.05) -> tuple[float, float]:
@@ -50,7 +41,7 @@ def perplexity(scores: Sequence[float]) -> float:
     return math.exp(-fmean(math.log(score) for score in scores))
 
 
-def paired_difference(first: Sequence[float], second: Sequence[float], alpha: float = 0.05) -> Difference:
+def paired_difference(first: Sequence[float], second: Sequence[float], alpha: float = 0.05) -> MeanInterval:
     """Return the mean of `first` minus `second`, item by item, with its (1 - alpha) interval.
 
     Both hold scores in [0, 1] of the same items in the same order. Items with equal scores narrow the
@@ -60,4 +51,4 @@ def paired_difference(first: Sequence[float], second: Sequence[float], alpha: fl
     differences = [mine - theirs for mine, theirs in zip(first, second, strict=True)]
     sequence = MeanSequence(alpha)
     sequence.update((difference + 1) / 2 for difference in differences)
-    return Difference(fmean(differences), 2 * sequence.lower - 1, 2 * sequence.upper - 1)
+    return MeanInterval(fmean(differences), 2 * sequence.lower - 1, 2 * sequence.upper - 1)

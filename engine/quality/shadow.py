@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from engine.quality.budget import SHADOWED, ErrorBudget
-from engine.quality.canary import COST_MARGIN, FAULTS, SERVER_ERROR
+from engine.quality.canary import COST_MARGIN, faults_of
 from engine.quality.guards import Guard, GuardResult, GuardResults, QuantileGuard, RewardGuard, State
 from engine.quality.rates import log_evidence
 from engine.quality.sequential import PairedComparison, Unit
@@ -104,7 +104,7 @@ class ShadowJudge:
         self._units.add((pair.key, pair.unit))
         for name, (new, old) in scored.items():
             self._scores[name].add(*at, new - old)
-        faults = [_faults(one) for one in (revision, baseline)]
+        faults = [faults_of(one.status, one.outcome) for one in (revision, baseline)]
         for name in faults[0].keys() & faults[1].keys():
             self._shadowed[name].add(*at, faults[0][name] - faults[1][name])
         if revision.length is not None and baseline.length is not None:
@@ -174,11 +174,3 @@ class DiscordantPairs(Guard):
 def _paired(guard: Guard) -> GuardResult:
     found = guard.judge()
     return replace(found, is_paired=True, baseline_units=found.canary_units)
-
-
-def _faults(answer: ShadowAnswer) -> dict[GuardName, float]:
-    """Return which faults an answer has, 1 or 0, of those that can be told."""
-    failed = answer.status >= SERVER_ERROR
-    if failed or answer.outcome is None:
-        return {"errors": float(failed)}
-    return {"errors": 0.0, **{fault: float(answer.outcome == fault) for fault in FAULTS}}

@@ -131,8 +131,7 @@ class _KnownQuality:
         common = [item for item in mine if item in theirs]
         if not common:
             return None
-        paired = paired_difference([mine[item] for item in common], [theirs[item] for item in common])
-        found = (paired.mean, paired.low, paired.high)
+        found = paired_difference([mine[item] for item in common], [theirs[item] for item in common])
         return self._estimate(digest, made, segment, found, len(common), against)
 
     def compared(

@@ -20,7 +20,8 @@ from engine.catalog.records import served_name, split_served_name
 from engine.errors import Conflict, NotFound
 from engine.ledger.ledger import open_ledger
 from engine.ledger.queries import named_rows, newest_items
-from engine.quality.estimate import Difference, paired_difference
+from engine.quality.estimate import paired_difference
+from engine.quality.term_sequence import MeanInterval
 from engine.report.data import HAS_CURVE, Curve, SuiteScore
 from engine.report.flipped_items import flipped_items
 from engine.report.links import Link
@@ -81,7 +82,7 @@ class VersionFacts:
     parent_score: SuiteScore | None = None
     champion_score: SuiteScore | None = None
     base_score: SuiteScore | None = None
-    against_champion: Difference | None = None
+    against_champion: MeanInterval | None = None
     verdicts: tuple[VerdictRow, ...] = ()
     steps: tuple[TrainStep, ...] = ()
 

@@ -107,7 +107,7 @@ def test_a_row_has_score_difference_users_evaluators_latency_and_cost(shown: Sho
     paired = paired_difference([float(i < 15) for i in range(ITEMS)], [float(i < 10) for i in range(ITEMS)])
     assert row["against"] == NEW
     assert [row["difference"][name] for name in ("mean", "low", "high")] == pytest.approx(
-        list(vars(paired).values())
+        list(paired._asdict().values())
     )
     assert (row["reward"], row["units"], row["latency_s"], row["evaluators"]) == (
         0.5,
