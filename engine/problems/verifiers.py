@@ -78,12 +78,9 @@ def regex(_question: str, expected: str, text: str) -> bool:
     """
     if not COMPOSED_OTHERWISE.search(expected):
         return re.fullmatch(unicodedata.normalize("NFC", expected), same_spelling(text)) is not None
-    forms: tuple[Literal["NFC", "NFD"], ...] = ("NFC", "NFD") if _has_marks(expected) else ("NFC",)
+    has_marks = any(map(unicodedata.combining, expected))
+    forms: tuple[Literal["NFC", "NFD"], ...] = ("NFC", "NFD") if has_marks else ("NFC",)
     return any(re.fullmatch(expected, unicodedata.normalize(form, text).strip()) for form in forms)
-
-
-def _has_marks(text: str) -> bool:
-    return any(map(unicodedata.combining, text))
 
 
 def json_schema(_question: str, expected: str, text: str) -> bool:
@@ -170,7 +167,8 @@ class Verifier:
                 "probability of known answers. Give it one, such as exact or python:MODULE:FUNC."
             )
         self.kind, self.contract, self.timeout_s = config.verifier, config.contract, config.verifier_timeout_s
-        self._apart = Apart(self.kind) if self._needs_process() else None
+        needs_process = self.kind in APART or self.kind.startswith("python:")
+        self._apart = Apart(self.kind) if needs_process else None
 
     def __enter__(self) -> "Verifier":
         return self
@@ -194,9 +192,6 @@ class Verifier:
                 if whole:
                     break
         return verdicts
-
-    def _needs_process(self) -> bool:
-        return self.kind in APART or self.kind.startswith("python:")
 
     def _score(self, problem: Problem, text: str) -> tuple[float, str | None]:
         if self.kind == "contract":

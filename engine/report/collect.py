@@ -233,43 +233,36 @@ def _judged(
 
     First those that decide, then those that are only observed, then counts of feedback and costs.
     """
-    if release.state != "running":
-        return _stored_guards(release)
-    no_guards: tuple[GuardResult, ...] = ()
-    shadow, guards, observed = no_guards, no_guards, no_guards
-    said = ""
-    if release.settings.get("evaluators"):
-        said = costs_in_words(evaluator_uses(ledger, release), shadow_cost(ledger, release))
-        if ReleaseConfig.stored(release.settings).shadow_evaluators:
-            shadow = ShadowReader(release).read(ledger, release).guards
-    if release.canary_started_at is not None:
-        seen = CanaryReader(release).read(ledger, release)
-        guards, observed, said = seen.guards, seen.observed, f"{seen.feedback.sentence()} {said}".strip()
-    return (*_of_shadow(shadow), *guards), observed, said
-
-
-def _stored_guards(
-    release: Release,
-) -> tuple[tuple[GuardResult, ...], tuple[GuardResult, ...], str]:
-    evidence = release.evidence
-    shadow = _of_shadow(_stored(evidence.get("shadow", {}).get("guards", ())))
+    evidence = release.evidence if release.state != "running" else _evidence_now(ledger, release)
+    shadow = _guards(evidence.get("shadow", {}).get("guards", ()), "shadow: ")
     uses = [EvaluatorUse(**row) for row in evidence.get("evaluators", ())]
     said = costs_in_words(uses, evidence.get("shadow_cost", (0, 0.0, 0)))
     if release.canary_started_at is None:
         return shadow, (), said
-    stored = evidence.get("canary", {})
-    feedback = FeedbackCounts(**stored["feedback"]).sentence() if stored.get("feedback") else ""
-    guards = (*shadow, *_stored(stored.get("guards", ())))
-    return guards, _stored(stored.get("observed", ())), f"{feedback} {said}".strip()
+    canary = evidence.get("canary", {})
+    feedback = FeedbackCounts(**canary["feedback"]).sentence() if canary.get("feedback") else ""
+    guards = (*shadow, *_guards(canary.get("guards", ())))
+    return guards, _guards(canary.get("observed", ())), f"{feedback} {said}".strip()
 
 
-def _of_shadow(guards: Iterable[GuardResult]) -> tuple[GuardResult, ...]:
-    return tuple(replace(guard, guard=f"shadow: {guard.guard}") for guard in guards)
+def _evidence_now(ledger: duckdb.DuckDBPyConnection, release: Release) -> dict[str, Any]:
+    """Return of a running release what its row will have of guards and evaluators."""
+    evidence: dict[str, Any] = {}
+    if release.settings.get("evaluators"):
+        evidence["evaluators"] = [use._asdict() for use in evaluator_uses(ledger, release)]
+        evidence["shadow_cost"] = shadow_cost(ledger, release)
+        if ReleaseConfig.stored(release.settings).shadow_evaluators:
+            evidence["shadow"] = ShadowReader(release).read(ledger, release).summary()
+    if release.canary_started_at is not None:
+        evidence["canary"] = CanaryReader(release).read(ledger, release).summary()
+    return evidence
 
 
-def _stored(rows: Iterable[dict[str, Any]]) -> tuple[GuardResult, ...]:
+def _guards(rows: Iterable[dict[str, Any]], prefix: str = "") -> tuple[GuardResult, ...]:
+    """Return guards as a release's row has them: a bound that is not known is None there."""
     unknown = {"upper": math.inf}
-    return tuple(GuardResult(**(row if row["upper"] is not None else row | unknown)) for row in rows)
+    found = (GuardResult(**(row if row["upper"] is not None else row | unknown)) for row in rows)
+    return tuple(replace(guard, guard=f"{prefix}{guard.guard}") for guard in found)
 
 
 def timeline(ledger: duckdb.DuckDBPyConnection, release: Release) -> tuple[CanaryPoint, ...]:

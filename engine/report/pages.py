@@ -82,7 +82,7 @@ def _lineage_figure(policy: PolicyRow, revisions: tuple[RevisionRow, ...]) -> Ma
         return Markup("")
     words = f"Lineage of {policy.name}, newest first. {spoken(rows)}."
     count = f"{policy.revisions} revisions" if policy.revisions > 1 else "1 revision"
-    return _figure(policy.name, words, [lineage(rows, policy.champion)], f"{count}, newest on top")
+    return _figure(policy.name, words, lineage(rows, policy.champion), f"{count}, newest on top")
 
 
 def _score_rows(data: ReportData) -> list[tuple[str, SuiteScore, str]]:
@@ -107,7 +107,7 @@ def _score_figure(rows: list[tuple[str, SuiteScore, str]]) -> Markup:
     )
     suites = {score.suite: score.items for _, score, _ in rows}
     caption = ", ".join(f"{name}: {items} items" for name, items in sorted(suites.items()))
-    return _figure("", f"Scores with intervals. {words}.", [charts.score_intervals(rows)], caption)
+    return _figure("", f"Scores with intervals. {words}.", charts.score_intervals(rows), caption)
 
 
 def _canary_figure(release: ReleaseResult) -> Markup:
@@ -123,22 +123,21 @@ def _canary_figure(release: ReleaseResult) -> Markup:
         caption += f"; share of users {shares}"
     title = served_name(release.policy, release.revision)
     return _figure(
-        title, f"Canary of {title} over time. {caption}.", [charts.canary_timeline(release)], caption
+        title, f"Canary of {title} over time. {caption}.", charts.canary_timeline(release), caption
     )
 
 
 def _training_figure(policy: str, curves: list[Curve]) -> Markup:
     caption = training.spoken(curves)
     words = f"Learning curve of {policy}. {caption}."
-    return _figure(policy, words, [training.training_curves(curves)], caption)
+    return _figure(policy, words, training.training_curves(curves), caption)
 
 
-def _figure(title: str, words: str, plots: list[Markup], caption: str) -> Markup:
+def _figure(title: str, words: str, plot: Markup, caption: str) -> Markup:
     heading = Markup("<h3>{}</h3>").format(title) if title else ""
-    drawn = Markup("").join(plots)
     return Markup(
         '<figure>{}<div class="plot" role="img" aria-label="{}">{}</div><figcaption>{}</figcaption></figure>'
-    ).format(heading, words, drawn, caption)
+    ).format(heading, words, plot, caption)
 
 
 def _interval(guard: GuardResult) -> str:

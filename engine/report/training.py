@@ -195,7 +195,8 @@ def _phases(panel: Panel, lines: Lines, top: float) -> list[Markup]:
     parts = [panel.axes("training step", "seconds", y_label=_short, y_ticks=4)]
     bottoms, half = [0.0] * len(bins), 0.4 if len(bins) <= CLOSE else 0.5
     for phase, colour in PHASES.items():
-        tops = [low + _phase(bin, phase) for low, bin in zip(bottoms, bins, strict=True)]
+        spent = [fmean(step.phases[phase] for step in bin.steps) for bin in bins]
+        tops = [low + seconds for low, seconds in zip(bottoms, spent, strict=True)]
         bars = [
             (bin.x - half * len(bin.steps), bin.x + half * len(bin.steps), min(low, reach), min(high, reach))
             for bin, low, high in zip(bins, bottoms, tops, strict=True)
@@ -219,10 +220,6 @@ def _overlapped(line: Sequence[Bin]) -> list[Point]:
 def _reach(seconds: Sequence[float]) -> float:
     """Return the end of the seconds' axis: one slow step, often the first, must not flatten the others."""
     return min(max(seconds), LONGEST * median(seconds)) or max(seconds)
-
-
-def _phase(bin: Bin, phase: str) -> float:
-    return fmean(step.phases[phase] for step in bin.steps)
 
 
 def _seconds(bin: Bin) -> float:
