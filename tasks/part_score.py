@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -73,8 +72,6 @@ def score_part(
     key: str,
     target: Target,
     made_at: float,
-    *,
-    root: Path | None = None,
 ) -> PartScore:
     """Score `policy`'s revision `digest` on as many items as the score gate needs beside `baseline`.
 
@@ -82,8 +79,8 @@ def score_part(
     after `made_at` (epoch seconds), when the revision was made, predicts nothing: reading again reads the
     same items, so that nobody can try until the gate opens. Raises what `tasks.score.score` raises.
     """
-    started, root = time.monotonic(), root or params.suites_dir
-    suite, base = in_force(params, load_suite(baseline.suite, root))
+    started = time.monotonic()
+    suite, base = in_force(params, load_suite(baseline.suite, params.suites_dir))
     scored, now = (baseline.base, baseline.suite_version), (base, suite.version)
     if scored != now:
         raise Conflict(
@@ -94,7 +91,7 @@ def score_part(
     run = f"{policy}@{digest}/{baseline.run}/{target}"
     reading = _reading(params, run, policy, digest, suite, baseline, target, made_at)
     while chosen := reading.choose(AT_ONCE):
-        (wait,) = ask_engine(params, [(policy, digest)], suite, key, root, chosen)
+        (wait,) = ask_engine(params, [(policy, digest)], suite, key, chosen)
         by_item = {one.item: one for one in wait()[0]}
         items = [by_item[suite.items[place].id] for place in chosen]
         emit_scores(params, baseline.base, policy, digest, suite, items, is_part=True)

@@ -92,11 +92,10 @@ def score(
     key: str,
     *,
     reuse: bool = True,
-    root: Path | None = None,
     take: str = "",
 ) -> Score:
     """Score `policy`'s revision `digest` (64 hex characters; None is the base): `scores` of one."""
-    return next(scores(params, [(policy, digest)], suite, key, reuse=reuse, root=root, take=take))
+    return next(scores(params, [(policy, digest)], suite, key, reuse=reuse, take=take))
 
 
 def scores(
@@ -106,7 +105,6 @@ def scores(
     key: str,
     *,
     reuse: bool = True,
-    root: Path | None = None,
     take: str = "",
 ) -> Iterator[Score]:
     """Yield the score of each (policy, digest) on a suite, greedily; the engine is asked for all at once.
@@ -116,15 +114,14 @@ def scores(
     `NotFound` for an unknown suite, and, when all others are scored, `ServiceError` where the engine does not
     answer for a revision and `ConfigError` where the verifier disagrees with itself.
     """
-    started, root = time.monotonic(), root or params.suites_dir
-    opened = load_suite(suite, root)
+    started, opened = time.monotonic(), load_suite(suite, params.suites_dir)
     refuse_unlisted("verifier", opened.rule.get("verifier", ""), params.python_modules)
     opened, base = in_force(params, opened)
     # The ids of its rows derive from the digest.
     opened = replace(opened, digest=opened.digest + take)
     known = [recorded(params, base, *one, opened) if reuse else () for one in revisions]
     missing = [one for one, items in zip(revisions, known, strict=True) if not items]
-    asked, refused = ask_engine(params, missing, opened, key, root), []
+    asked, refused = ask_engine(params, missing, opened, key), []
     for (policy, digest), items in zip(revisions, known, strict=True):
         errors, each_s = 0, None
         if not (reused := bool(items)):
@@ -221,7 +218,6 @@ def ask_engine(
     revisions: Sequence[tuple[str, str | None]],
     suite: Suite,
     key: str,
-    root: Path,
     numbers: Sequence[int] | None = None,
 ) -> Iterator[Callable[[], tuple[tuple[ItemScore, ...], int]]]:
     """Ask for the answers of revisions to a suite's items, or to those with these `numbers`, in their order.
@@ -235,6 +231,7 @@ def ask_engine(
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    root = params.suites_dir
     manager = TaskManager(include_path=root, include_defaults=False, metadata={"root": str(root)})
     workers = max(1, min(len(revisions), TOGETHER))
     # One request fills the engine's largest batch; several keep a second one waiting, which its queue takes.

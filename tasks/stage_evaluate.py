@@ -36,8 +36,9 @@ def evaluate(params: Params, report: Report) -> None:
             # A revision that equals the base is scored; one that the engine does not reproduce is not.
             if max(probe["error"], probe["base_error"]) > probe["tolerance"]:
                 raise EffectError(f"{probe['reason']} It is not scored.")
+        stage = stage.model_copy(update={"suites_dir": files.suite})
         scores = [
-            score(stage, manifest.policy, digest, suite.name, key, reuse=False, root=files.suite)
+            score(stage, manifest.policy, digest, suite.name, key, reuse=False)
             for digest in (None, manifest.digest)
         ]
     write_evaluation(files.root, suite, *scores)

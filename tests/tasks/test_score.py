@@ -79,7 +79,7 @@ def suites(tmp_path):
 
 def settings(tmp_path, server):
     engine = EngineConfig(port=server.server_address[1], max_num_seqs=16)
-    return Params(state_dir=tmp_path / "state", engine=engine)
+    return Params(state_dir=tmp_path / "state", engine=engine, suites_dir=tmp_path / "suites")
 
 
 def right_on_even_answers(suite):
@@ -96,7 +96,7 @@ def test_the_score_is_what_the_verifier_gives_each_item(serve, suites, tmp_path)
     suite = load_suite("sums", suites)
     answer = right_on_even_answers(suite)
     server = serve(answer)
-    result = score(settings(tmp_path, server), "arithmetic", DIGEST, "sums", KEY, root=suites)
+    result = score(settings(tmp_path, server), "arithmetic", DIGEST, "sums", KEY)
     expected = [
         reward("json", Problem("addition", item.question, item.answer), answer("", item.prompt))
         for item in suite.items
@@ -111,7 +111,7 @@ def test_the_score_is_what_the_verifier_gives_each_item(serve, suites, tmp_path)
 def test_the_engine_gets_the_frozen_text_greedy_under_the_served_name(serve, suites, tmp_path):
     suite = load_suite("sums", suites)
     server = serve(right_on_even_answers(suite))
-    score(settings(tmp_path, server), "arithmetic", DIGEST, "sums", KEY, root=suites)
+    score(settings(tmp_path, server), "arithmetic", DIGEST, "sums", KEY)
     sent = sorted(prompt for body in server.bodies for prompt in body["prompt"])
     assert sent == sorted(item.prompt for item in suite.items)
     for body in server.bodies:
@@ -133,15 +133,15 @@ def ingest(params):
 def test_scoring_twice_doubles_nothing_and_asks_once(serve, suites, tmp_path):
     server = serve(right_on_even_answers(load_suite("sums", suites)))
     params = settings(tmp_path, server)
-    first = score(params, "arithmetic", DIGEST, "sums", KEY, root=suites)
+    first = score(params, "arithmetic", DIGEST, "sums", KEY)
     # The scores, and an estimate for each target.
     assert ingest(params) == 52
     asked = len(server.bodies)
-    second = score(params, "arithmetic", DIGEST, "sums", KEY, root=suites)
+    second = score(params, "arithmetic", DIGEST, "sums", KEY)
     assert second.reused
     assert len(server.bodies) == asked
     assert second.items == first.items
-    again = score(params, "arithmetic", DIGEST, "sums", KEY, reuse=False, root=suites)
+    again = score(params, "arithmetic", DIGEST, "sums", KEY, reuse=False)
     assert not again.reused
     assert len(server.bodies) == 2 * asked
     assert again.items == first.items
@@ -151,12 +151,12 @@ def test_scoring_twice_doubles_nothing_and_asks_once(serve, suites, tmp_path):
 def test_the_base_is_scored_once_for_all_policies_and_apart_from_revisions(serve, suites, tmp_path):
     server = serve(right_on_even_answers(load_suite("sums", suites)))
     params = settings(tmp_path, server)
-    base = score(params, "arithmetic", None, "sums", KEY, root=suites)
+    base = score(params, "arithmetic", None, "sums", KEY)
     assert server.bodies[0]["model"] == "tiny-dense"
     ingest(params)
-    assert score(params, "other", None, "sums", KEY, root=suites).items == base.items
-    assert score(params, "other", None, "sums", KEY, root=suites).reused
-    assert not score(params, "arithmetic", DIGEST, "sums", KEY, root=suites).reused
+    assert score(params, "other", None, "sums", KEY).items == base.items
+    assert score(params, "other", None, "sums", KEY).reused
+    assert not score(params, "arithmetic", DIGEST, "sums", KEY).reused
 
 
 def test_scores_by_an_older_rule_are_not_those_of_the_suite(serve, tmp_path, monkeypatch):
@@ -164,11 +164,11 @@ def test_scores_by_an_older_rule_are_not_those_of_the_suite(serve, tmp_path, mon
     freeze("own", "own", {"verifier": "numeric"}, problems, "<{}>".format, 1, 32, root)
     params = settings(tmp_path, serve(lambda model, prompt: "1"))
     monkeypatch.setitem(RULES, "numeric", 1)
-    assert score(params, "mine", DIGEST, "own", KEY, root=root).suite_version == "1"
+    assert score(params, "mine", DIGEST, "own", KEY).suite_version == "1"
     ingest(params)
-    assert score(params, "mine", DIGEST, "own", KEY, root=root).reused
+    assert score(params, "mine", DIGEST, "own", KEY).reused
     monkeypatch.setitem(RULES, "numeric", 2)
-    newer = score(params, "mine", DIGEST, "own", KEY, root=root)
+    newer = score(params, "mine", DIGEST, "own", KEY)
     assert (newer.suite_version, newer.reused) == ("1.2", False)
     assert ingest(params) == 5
     with open_snapshot(params.paths.ledger_snapshot) as ledger:
@@ -180,7 +180,7 @@ def test_scores_by_an_older_rule_are_not_those_of_the_suite(serve, tmp_path, mon
 
 def test_an_unknown_suite_lists_the_known_ones(suites, tmp_path):
     with pytest.raises(NotFound, match=r"'ghost'.*suites: sums"):
-        score(Params(state_dir=tmp_path), "arithmetic", DIGEST, "ghost", KEY, root=suites)
+        score(Params(state_dir=tmp_path, suites_dir=suites), "arithmetic", DIGEST, "ghost", KEY)
 
 
 def test_an_engine_that_is_down_or_refuses_is_a_sentence(serve, suites, tmp_path, monkeypatch):
@@ -188,12 +188,12 @@ def test_an_engine_that_is_down_or_refuses_is_a_sentence(serve, suites, tmp_path
     monkeypatch.setattr("lm_eval.models.api_models.wait_exponential", lambda **_: lambda state: 0)
     params = settings(tmp_path, server)
     with pytest.raises(ServiceError, match=r"arithmetic@dddddddddddd.*503"):
-        score(params, "arithmetic", DIGEST, "sums", KEY, root=suites)
+        score(params, "arithmetic", DIGEST, "sums", KEY)
     assert not params.paths.spool.exists()
     server.shutdown()
     server.server_close()
     with pytest.raises(ServiceError, match=r"engine at.*answer"):
-        score(params, "arithmetic", DIGEST, "sums", KEY, root=suites)
+        score(params, "arithmetic", DIGEST, "sums", KEY)
 
 
 REVISIONS = [("arithmetic", digit * 64) for digit in "abc"] + [("other", "d" * 64), ("arithmetic", None)]
@@ -214,9 +214,9 @@ def by_model(suite):
 def test_several_revisions_in_one_pass_score_as_one_after_another(serve, suites, tmp_path):
     server = serve(by_model(load_suite("sums", suites)))
     params = settings(tmp_path, server)
-    together = list(scores(params, REVISIONS, "sums", KEY, root=suites))
+    together = list(scores(params, REVISIONS, "sums", KEY))
     sent = [body["model"] for body in server.bodies]
-    one_by_one = [score(params, *one, "sums", KEY, root=suites) for one in REVISIONS]
+    one_by_one = [score(params, *one, "sums", KEY) for one in REVISIONS]
     assert [replace(one, seconds=0.0) for one in together] == [
         replace(one, seconds=0.0) for one in one_by_one
     ]
@@ -226,8 +226,8 @@ def test_several_revisions_in_one_pass_score_as_one_after_another(serve, suites,
     assert sent != sorted(sent, key=[*dict.fromkeys(sent)].index)
     # 50 scores of each, and an estimate for each target.
     assert ingest(params) == 52 * len(REVISIONS)
-    assert all(one.reused for one in scores(params, REVISIONS, "sums", KEY, root=suites))
-    mixed = list(scores(params, [*REVISIONS, ("new", "e" * 64)], "sums", KEY, root=suites))
+    assert all(one.reused for one in scores(params, REVISIONS, "sums", KEY))
+    mixed = list(scores(params, [*REVISIONS, ("new", "e" * 64)], "sums", KEY))
     assert [one.reused for one in mixed] == [True] * len(REVISIONS) + [False]
 
 
@@ -247,7 +247,7 @@ def test_a_revision_that_is_deleted_meanwhile_leaves_the_others_their_scores(
     server.RequestHandlerClass = Deleted
     params, scored = settings(tmp_path, server), []
     with pytest.raises(ServiceError, match=r"did not score arithmetic@bbbbbbbbbbbb on sums.*deleted"):
-        scored.extend(scores(params, REVISIONS, "sums", KEY, root=suites))
+        scored.extend(scores(params, REVISIONS, "sums", KEY))
     assert [(one.policy, one.digest) for one in scored] == [one for one in REVISIONS if one[1] != "b" * 64]
     assert ingest(params) == 52 * len(scored)
 
@@ -256,8 +256,8 @@ def test_a_part_of_the_items_can_be_asked_for(serve, suites, tmp_path):
     suite = load_suite("sums", suites)
     server = serve(by_model(suite))
     params = settings(tmp_path, server)
-    whole = score(params, *REVISIONS[0], "sums", KEY, root=suites)
-    (wait,) = ask_engine(params, REVISIONS[:1], suite, KEY, suites, [7, 3])
+    whole = score(params, *REVISIONS[0], "sums", KEY)
+    (wait,) = ask_engine(params, REVISIONS[:1], suite, KEY, [7, 3])
     assert wait() == ((whole.items[7], whole.items[3]), 0)
 
 
@@ -272,7 +272,7 @@ def test_what_was_asked_for_is_answered_though_nobody_asks_for_more(serve, suite
     monkeypatch.setattr("tasks.score.ThreadPoolExecutor", Busy)
     suite = load_suite("sums", suites)
     params = settings(tmp_path, serve(by_model(suite)))
-    (wait,) = ask_engine(params, REVISIONS[:1], suite, KEY, suites, [7, 3])
+    (wait,) = ask_engine(params, REVISIONS[:1], suite, KEY, [7, 3])
     assert [one.item for one in wait()[0]] == ["0007", "0003"]
 
 
@@ -290,9 +290,9 @@ def test_a_verifier_that_disagrees_with_itself_gives_no_scores(serve, tmp_path, 
     params = settings(tmp_path, serve(lambda model, prompt: "1"))
     params = params.model_copy(update={"python_modules": ("moody",)})
     with pytest.raises(ConfigError, match=r"moody:judge disagrees with itself.*0000 scored 1, and then 0"):
-        score(params, "mine", DIGEST, "moody", KEY, root=root)
+        score(params, "mine", DIGEST, "moody", KEY)
     assert not params.paths.spool.exists()
-    assert score(params, "mine", DIGEST, "calm", KEY, root=root).mean in (0.0, 1.0)
+    assert score(params, "mine", DIGEST, "calm", KEY).mean in (0.0, 1.0)
 
 
 def test_the_command_scores_several_on_a_suite_that_is_not_their_own(serve, suites, tmp_path, monkeypatch):
@@ -320,10 +320,11 @@ def test_the_command_scores_several_on_a_suite_that_is_not_their_own(serve, suit
 def test_the_live_engine_answers_frozen_prompts_as_it_answers_chats(engine, suites):
     params = Params(
         state_dir=engine.state,
+        suites_dir=suites,
         base=BaseConfig(name=str(engine.base_path)),
         engine=EngineConfig(port=int(engine.url.rpartition(":")[2]), max_num_seqs=16),
     )
-    result = score(params, "arithmetic", None, "sums", engine.key, root=suites)
+    result = score(params, "arithmetic", None, "sums", engine.key)
     assert result.base == engine.base_digest
     with engine.client() as client:
         for item, scored in list(zip(load_suite("sums", suites).items, result.items, strict=True))[:8]:
@@ -361,6 +362,7 @@ def test_the_live_engine_scores_six_adapters_and_the_base_in_one_pass_to_the_sam
     """More adapters than slots, answers that are generated; twice, one pass and one after another."""
     params = Params(
         state_dir=engine.state,
+        suites_dir=suites,
         base=BaseConfig(name=str(engine.base_path)),
         engine=EngineConfig(port=int(engine.url.rpartition(":")[2]), max_num_seqs=64),
     )
@@ -368,7 +370,7 @@ def test_the_live_engine_scores_six_adapters_and_the_base_in_one_pass_to_the_sam
     names = [engine.publish("pass", random_adapter(shapes, 70 + i, size=0.05), RANK) for i in range(6)]
     found = [engine.catalog.revisions.get(*name.split("@")) for name in names]
     revisions = [("pass", None), *(("pass", one.digest) for one in found)]
-    given = {"suite": "sums", "key": engine.key, "root": suites, "reuse": False}
+    given = {"suite": "sums", "key": engine.key, "reuse": False}
     started = time.monotonic()
     together = list(scores(params, revisions, **given))
     middle = time.monotonic()

@@ -39,10 +39,11 @@ def test_every_end_token_ends_rollouts_and_scores(crowded: RunningEngine, tmp_pa
         {
             "base": {"name": str(path)},
             "state_dir": crowded.state,
+            "suites_dir": str(tmp_path),
             "engine": {"port": int(crowded.url.rpartition(":")[2])},
         }
     )
-    scored = score(params, "sums", None, "ends", crowded.key, root=tmp_path)
+    scored = score(params, "sums", None, "ends", crowded.key)
     for row, group in zip(base.greedy(None, prompts, ends, 12), groups, strict=True):
         assert {sample.tokens for sample in group} == {row.tokens[row.start :]}
         assert all(len(sample.logprobs) == len(sample.tokens) for sample in group)
