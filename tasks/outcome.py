@@ -218,13 +218,8 @@ def release_json(release: Mapping[str, Any]) -> dict[str, Any]:
 
 def wait_row(wait: Mapping[str, Any]) -> dict[str, str]:
     """Return the table row of something that a running release waits for."""
-    return {
-        "gate": wait["gate"],
-        "has": wait["has"],
-        "needs": wait["needs"],
-        "since": age(wait["waited_s"]),
-        "ends": wait["ends"],
-    }
+    told = {name: wait[name] for name in ("gate", "has", "needs")}
+    return {**told, "since": age(wait["waited_s"]), "ends": wait["ends"]}
 
 
 def judge_rollback(params: Params, release: Mapping[str, Any], answered: Sequence[str]) -> Rollback:

@@ -101,10 +101,6 @@ def _same(value: Any, wanted: Any) -> bool:
 Check = Callable[[Any, str], bool]
 
 
-def _about(topic: str, text: str) -> bool:
-    return any(word.startswith(topic.casefold()) for word in words(text.casefold()))
-
-
 def _listed(count: int, text: str) -> bool:
     items = [item.strip() for item in text.rstrip(".").split(",")]
     return len({*items}) == count == len(items) and all(0 < len(words(item)) <= 3 for item in items)
@@ -117,7 +113,7 @@ def _within(marks: str, text: str) -> bool:
 
 # The names of checks in an expected answer, a JSON object such as {"about": "river", "words": [3, 8]}.
 CHECKS: dict[str, Check] = {
-    "about": _about,
+    "about": lambda topic, text: any(word.startswith(topic.casefold()) for word in words(text.casefold())),
     "with": lambda word, text: word.casefold() in words(text.casefold()),
     "without": lambda word, text: word.casefold() not in words(text.casefold()),
     "starts": lambda wanted, text: text.startswith(wanted),

@@ -82,13 +82,9 @@ class SuiteReading:
     @property
     def interval(self) -> MeanInterval:
         """Return the estimate of the suite's mean and its interval: one number once all items are read."""
-        least, most = self._possible()
-        return self._sequence.interval.within(least, most)
-
-    def _possible(self) -> tuple[float, float]:
-        """Return the means that the suite has if all unread items are wrong, and if all are right."""
         known, count = float(np.nansum(self._outcomes_N)), len(self._outcomes_N)
-        return known / count, (known + count - self.items) / count
+        # If all unread items are wrong, and if all are right.
+        return self._sequence.interval.within(known / count, (known + count - self.items) / count)
 
 
 class TaskReading:
