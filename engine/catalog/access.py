@@ -139,7 +139,8 @@ class Access:
         self._dialect: Any = sqlite if self.is_sqlite else postgresql
         self.mark = "?" if self.is_sqlite else "%s"
         self.watch = CommitWatch(self.label) if self.is_sqlite else None
-        self._reader = self._connect()
+        options: dict[str, Any] = {"isolation_level": None, "check_same_thread": False}
+        self._reader = sqlite3.connect(self.label, **options) if self.is_sqlite else None
         self._reading = threading.Lock()
         self.schema = self._checked_schema()
 
@@ -149,11 +150,6 @@ class Access:
             if connection:
                 connection.close()
         self.engine.dispose()
-
-    def _connect(self) -> sqlite3.Connection | None:
-        if not self.is_sqlite:
-            return None
-        return sqlite3.connect(self.label, isolation_level=None, check_same_thread=False)
 
     @contextmanager
     def write(self, is_alone: bool = True) -> Iterator[Connection]:
@@ -255,9 +251,8 @@ class Access:
     def put(self, table: Table, row: Any) -> Any:
         """Return an upsert: it replaces the row with the same key."""
         key = [column.name for column in table.primary_key]
-        values = vars(row)
-        changed = {name: value for name, value in values.items() if name not in key}
-        return self.insert(table).values(**values).on_conflict_do_update(index_elements=key, set_=changed)
+        changed = {name: value for name, value in vars(row).items() if name not in key}
+        return self.insert(table).values(**vars(row)).on_conflict_do_update(index_elements=key, set_=changed)
 
     def change(self, statement: Any) -> int:
         """Execute one statement as a write transaction; return how many rows it has changed."""
@@ -274,6 +269,11 @@ class Access:
         """Return a query's rows as this dataclass."""
         with self.read() as connection:
             return [kind(**row._mapping) for row in connection.execute(query)]
+
+    def scalar(self, query: Select[Any]) -> Any:
+        """Return the first value that a query finds; None when it finds nothing."""
+        with self.read() as connection:
+            return connection.execute(query).scalar()
 
 
 class CatalogPart:

@@ -23,17 +23,15 @@ from engine.catalog.access import (
     sqlite_path,
     unrecorded,
 )
-from engine.catalog.aliases import Aliases
 from engine.catalog.bases import Bases
 from engine.catalog.changes import Changes
+from engine.catalog.controller_state import Aliases, Notices, Switches
 from engine.catalog.expiry import Lifecycle
 from engine.catalog.keys import Keys
-from engine.catalog.layout_rows import Layouts
 from engine.catalog.leases import Leases
 from engine.catalog.listing import Listing
 from engine.catalog.migration import upgrade
-from engine.catalog.notice_rows import Notices
-from engine.catalog.places import Places
+from engine.catalog.places import Layouts, Places
 from engine.catalog.policy_rows import Policies
 from engine.catalog.purges import Purges
 from engine.catalog.records import (
@@ -55,7 +53,6 @@ from engine.catalog.replicas import Replicas
 from engine.catalog.revision_rows import RevisionRows
 from engine.catalog.revisions import Revisions
 from engine.catalog.routes import Routes
-from engine.catalog.switches import Switches
 from engine.catalog.tinker import TinkerIndex
 from engine.catalog.unknown_names import UnknownNames
 from engine.catalog.withheld import Quarantine, Tombstones
@@ -176,14 +173,12 @@ class Catalog:
     @cached_property
     def id(self) -> str:
         """Return the catalog's own id, by which a store names its owner."""
-        with self.access.read() as connection:
-            return str(connection.execute(select(tables.catalog.c.id)).scalar_one())
+        return str(self.access.scalar(select(tables.catalog.c.id)))
 
     @cached_property
     def secret(self) -> bytes:
         """The installation's secret, with which gateways hash units and ids."""
-        with self.access.read() as connection:
-            return str(connection.execute(select(tables.catalog.c.secret)).scalar_one()).encode()
+        return str(self.access.scalar(select(tables.catalog.c.secret))).encode()
 
     @property
     def is_file(self) -> bool:
@@ -194,8 +189,7 @@ class Catalog:
         """Return the database server's clock (epoch seconds); None where the database is a file."""
         if self.is_file:
             return None
-        with self.access.read() as connection:
-            return float(connection.execute(select(extract("epoch", func.clock_timestamp()))).scalar_one())
+        return float(self.access.scalar(select(extract("epoch", func.clock_timestamp()))))
 
     def read_ahead(self) -> None:
         """Load the revisions into the page cache, where the database is a file."""

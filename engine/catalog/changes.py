@@ -6,17 +6,14 @@ Every write to one of these records the policy's name in its own transaction.
 from sqlalchemy import Connection, delete, func, select
 
 from engine.catalog import tables
-from engine.catalog.access import Access
+from engine.catalog.access import CatalogPart
 
 # Changes kept; a gateway that is further behind reads everything again.
 CHANGES = 10_000
 
 
-class Changes:
+class Changes(CatalogPart):
     """The catalog's change feed; `catalog.changes`."""
-
-    def __init__(self, access: Access):
-        self._access = access
 
     def since(self, seen: int) -> tuple[int, set[str | None] | None]:
         """Return the newest change's number, and the policies changed after the number `seen`.

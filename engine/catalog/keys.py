@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import ColumnElement, Connection, func, select, true, update
 
 from engine.catalog import tables
 from engine.catalog.access import Access
@@ -148,22 +148,18 @@ class Keys:
 
     def revoke(self, prefix: str) -> Key:
         """Revoke the key that `match` finds, with its rotated ones; return it. Raises as `match`."""
-        keys = self.match(prefix)
-        now = time.time()
-        change = update(tables.keys).where(tables.keys.c.id == keys[0].id, tables.keys.c.revoked_at.is_(None))
-        with self._access.write() as connection:
-            if connection.execute(change.values(revoked_at=now)).rowcount:
-                self._access.record(
-                    connection, "key.revoke", keys[0].id, {"revoked_at": None}, {"revoked_at": now}
-                )
-            tell(connection, None)
-        return keys[0]
+        key = self.match(prefix)[0]
+        self._revoke(tables.keys.c.id == key.id)
+        return key
 
     def revoke_all(self) -> int:
         """Revoke every key, those that have expired too; return how many there were, by their ids."""
+        return self._revoke(true())
+
+    def _revoke(self, which: ColumnElement[bool]) -> int:
         now, column = time.time(), tables.keys.c
         with self._access.write() as connection:
-            there = column.revoked_at.is_(None)
+            there = column.revoked_at.is_(None) & which
             query = select(column.id).where(there).distinct().order_by(column.id)
             ids = connection.execute(query).scalars().all()
             connection.execute(update(tables.keys).where(there).values(revoked_at=now))
@@ -194,12 +190,7 @@ class Keys:
             )
         return plaintext
 
-    def limit(
-        self,
-        prefix: str,
-        limits: dict[str, float],
-        policies: Sequence[str] | None = None,
-    ) -> Key:
+    def limit(self, prefix: str, limits: dict[str, float], policies: Sequence[str] | None = None) -> Key:
         """Set limits of a key, and its `policies` where they are given; return it.
 
         Raises as `match` and `create`.

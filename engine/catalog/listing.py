@@ -37,8 +37,7 @@ class Listing:
     def count_exported(self, policy: str) -> int:
         """Return how many exported revisions a policy has."""
         query = select(func.count()).where(table.policy == policy, table.state == EXPORTED)
-        with self._access.read() as connection:
-            return int(connection.execute(query).scalar_one())
+        return int(self._access.scalar(query))
 
     def starting_with(self, digest_prefix: str, limit: int) -> list[Revision]:
         """Return revisions of any policy whose digest starts with this prefix."""

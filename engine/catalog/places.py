@@ -1,16 +1,22 @@
-"""Places: where in the store the bytes of revisions lie, and how rows follow when bytes move."""
+"""Places: where in the store the bytes of revisions lie, and how rows follow when bytes move.
+
+And layouts: the headers that packed adapters share, by the sha256 of their body.
+"""
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 from sqlalchemy import Update, bindparam, select, tuple_, update
 
 from engine.catalog import tables
-from engine.catalog.access import Access
+from engine.catalog.access import Access, CatalogPart
 from engine.catalog.records import Revision
 from engine.catalog.revision_rows import DIGEST_BYTES, PLACE, RevisionRows, blobs, cut, key_of, table
 from engine.catalog.withheld import lift_quarantine
+from engine.errors import AdapterError, NotFound
 from engine.store.segments import Location, room
 
 # Digests as a relation, from one parameter.
@@ -21,8 +27,6 @@ SQLITE_DIGESTS = f"""
     )
     SELECT {cut("digests", "number")} FROM numbers"""
 POSTGRES_DIGESTS = "SELECT unnest(%(digests)s::bytea[])"
-# Digests of one query: in a lookup of places, and in a move.
-NAMES, MOVES = 1024, 10_000
 # Columns that change when bytes move unchanged.
 MOVED = ("segment", "offset", "length", "checksum")
 
@@ -44,13 +48,11 @@ class Places:
         with self._access.read() as connection:
             values = {"digests": blobs(digests, self._access.is_sqlite)}
             rows = connection.exec_driver_sql(self._find, values).all()
-            named = list({row.digest.hex() for row in rows})
+            named, held = {row.digest.hex() for row in rows}, select(stones.digest, stones.policy)
             bad: set[tuple[int, int]] = set()
-            for at in range(0, len(named), NAMES):
-                held = select(stones.digest, stones.policy).where(stones.digest.in_(named[at : at + NAMES]))
-                for digest, policy in connection.execute(held).all():
-                    row = select(table.segment, table.offset).where(*key_of(policy, digest))
-                    bad |= {tuple(place) for place in connection.execute(row)}
+            for digest, policy in tables.rows_among(connection, held, stones.digest, named):
+                row = select(table.segment, table.offset).where(*key_of(policy, digest))
+                bad |= {tuple(place) for place in connection.execute(row)}
         segments = self._rows.words({row.segment for row in rows})
         return {
             digest.hex(): Location(segments[segment], offset, length, checksum.hex())
@@ -94,13 +96,11 @@ class Places:
         targets = {(ids[old.segment], old.offset): new for old, new in moves}
         columns = (table.digest, table.policy, table.segment, table.offset)
         query = select(*columns).where(table.segment.in_({segment for segment, _ in targets}))
-        queries = [query]
-        if digests is not None:
-            hashes = [bytes.fromhex(digest) for digest in set(digests)]
-            chunks = (hashes[at : at + MOVES] for at in range(0, len(hashes), MOVES))
-            queries = [query.where(table.digest.in_(chunk)) for chunk in chunks]
         with self._access.write() as connection:
-            rows = [row for query in queries for row in connection.execute(query)]
+            if digests is None:
+                rows = list(connection.execute(query))
+            else:
+                rows = tables.rows_among(connection, query, table.digest, map(bytes.fromhex, set(digests)))
             changes = [
                 _placed(row.digest, row.policy, ids[new.segment], new)
                 for row in rows
@@ -169,3 +169,30 @@ def _placed(digest: bytes, policy: str, segment: int, at: Location | Revision) -
         "new_length": at.length,
         "new_checksum": bytes.fromhex(at.checksum),
     }
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout's body and its sha256, in hex."""
+
+    digest: str
+    body: str
+
+
+class Layouts(CatalogPart):
+    """The catalog's layouts; `catalog.layouts`."""
+
+    def add(self, digest: str, body: str) -> None:
+        """Add a layout by the sha256 of its body; a damaged body is replaced."""
+        self._access.change(self._access.put(tables.layouts, Layout(digest, body)))
+
+    def get(self, digest: str) -> str:
+        """Return a layout's body; `NotFound` when there is none, `AdapterError` when it fails its digest."""
+        query = select(tables.layouts.c.body).where(tables.layouts.c.digest == digest)
+        body: str | None = self._access.scalar(query)
+        if body is None:
+            raise NotFound(f"There is no layout {digest[:12]} in the catalog.")
+        # Whole bytes read by another layout would be other weights.
+        if sha256(body.encode()).hexdigest() != digest:
+            raise AdapterError(f"The layout {digest[:12]} is damaged. Export the revision again.")
+        return body

@@ -16,7 +16,7 @@ from engine.catalog.records import Policy, Route
 from engine.catalog.unknown_names import UnknownNames
 from engine.errors import Conflict
 
-# Policies of one transaction, or of one query.
+# Policies of one transaction.
 POLICIES = 1_000
 
 
@@ -93,17 +93,13 @@ class Policies:
         """Return (owner, base) of those of these policies that exist."""
         table = tables.policies.c
         query = select(table.name, table.owner, table.base)
-        owners: dict[str, tuple[str, str]] = {}
         with self._access.read() as connection:
-            for at in range(0, len(names), POLICIES):
-                rows = connection.execute(query.where(table.name.in_(names[at : at + POLICIES])))
-                owners |= {name: (owner, base) for name, owner, base in rows}
-        return owners
+            rows = tables.rows_among(connection, query, table.name, names)
+        return {name: (owner, base) for name, owner, base in rows}
 
     def count(self) -> int:
         """Return how many policies there are."""
-        with self._access.read() as connection:
-            return int(connection.execute(select(func.count()).select_from(tables.policies)).scalar_one())
+        return int(self._access.scalar(select(func.count()).select_from(tables.policies)))
 
 
 def taken(name: str, holder: tuple[str, str], claimant: tuple[str, str]) -> str | None:

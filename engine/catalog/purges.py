@@ -12,8 +12,6 @@ from engine.errors import Conflict, Purged
 
 # Rows of one write transaction, for which other writers wait.
 CHUNK = 10_000
-# Names of one query.
-NAMES = 1024
 # Of the tables cleared last, those that gateways read.
 TOLD = frozenset({"releases", "tombstones"})
 
@@ -73,17 +71,8 @@ class Purges(CatalogPart):
 
     def gone(self, policies: Collection[str]) -> set[str]:
         """Return which of these names were purged and not used again."""
-        names, there = list(policies), select(tables.policies.c.name)
-        marks = tables.purged.c
-        purged: set[str] = set()
         with self._access.read() as connection:
-            for at in range(0, len(names), CHUNK):
-                query = select(marks.policy).where(
-                    marks.policy.in_(names[at : at + CHUNK]),
-                    ~there.where(tables.policies.c.name == marks.policy).exists(),
-                )
-                purged.update(connection.execute(query).scalars())
-        return purged
+            return _gone(connection, policies)
 
     def _remove_revisions(self, policy: str) -> int:
         table = tables.revisions.c
@@ -99,16 +88,17 @@ class Purges(CatalogPart):
 
 def refuse_purged(connection: Connection, policies: Collection[str]) -> None:
     """Raise `Purged` when some of these policies were purged and not created again."""
-    gone, known = tables.purged.c, tables.policies.c
-    there = select(known.name).where(known.name == gone.policy)
-    query = select(gone.policy).where(~there.exists()).order_by(gone.policy)
-    names, purged = list(policies), list[str]()
-    for at in range(0, len(names), NAMES):
-        purged += connection.execute(query.where(gone.policy.in_(names[at : at + NAMES]))).scalars()
-    if purged:
+    if purged := sorted(_gone(connection, policies)):
         raise Purged(
             f"Policy {purged[0]!r} was purged. Create it again to publish revisions of it.", tuple(purged)
         )
+
+
+def _gone(connection: Connection, policies: Collection[str]) -> set[str]:
+    marks, known = tables.purged.c, tables.policies.c
+    there = select(known.name).where(known.name == marks.policy)
+    query = select(marks.policy).where(~there.exists())
+    return {row.policy for row in tables.rows_among(connection, query, marks.policy, policies)}
 
 
 def refuse_purged_names(connection: Connection, names: Sequence[str]) -> None:

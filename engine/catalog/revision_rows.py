@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from sqlalchemy import Column, Connection, select, update
+from sqlalchemy import select, update
 
 from engine.catalog import tables
 from engine.catalog.access import Access
@@ -35,8 +35,6 @@ SHORT_PREFIX = 3
 CANDIDATES = 10
 # Interned strings kept in memory; there may be many owners.
 WORDS = 200_000
-# Strings in one query: a statement has a limit of parameters.
-CHUNK = 1000
 table = tables.revisions.c
 # Among rows of the same time the last inserted is the newest.
 NEWEST_FIRST = table.created_at.desc(), table.id.desc()
@@ -116,7 +114,7 @@ class RevisionRows:
             with self._access.write() as connection:
                 new = self._access.insert(table).on_conflict_do_nothing()
                 connection.execute(new, [{"name": word} for word in missing])
-                word_rows = _named(connection, table.c.name, missing)
+                word_rows = tables.rows_among(connection, select(table), table.c.name, missing)
             ids |= self._remember(word_rows)
         return ids
 
@@ -126,7 +124,8 @@ class RevisionRows:
         words = {id: known[id] for id in ids if id in known}
         if len(words) < len(ids):
             with self._access.read() as connection:
-                rows = _named(connection, table.c.id, [id for id in ids if id not in words])
+                unknown = (id for id in ids if id not in words)
+                rows = tables.rows_among(connection, select(table), table.c.id, unknown)
             self._remember(rows)
             words |= {row.id: row.name for row in rows}
         return words
@@ -254,10 +253,3 @@ def _ambiguous(policy: str, digest_prefix: str, digests: Sequence[str]) -> Ambig
         f"Candidates: {', '.join(candidates)}.",
         candidates,
     )
-
-
-def _named(connection: Connection, column: Column[Any], values: Sequence[Any]) -> list[Any]:
-    """Return the rows of `names` with one of these values in a column."""
-    query = select(tables.names)
-    chunks = (values[at : at + CHUNK] for at in range(0, len(values), CHUNK))
-    return [row for chunk in chunks for row in connection.execute(query.where(column.in_(chunk)))]

@@ -13,12 +13,11 @@ from sqlalchemy import Connection, bindparam, func, literal, select, tuple_, upd
 
 from engine.catalog import tables
 from engine.catalog.access import Access
-from engine.catalog.layout_rows import Layout
+from engine.catalog.places import Layout
 from engine.catalog.purges import refuse_purged
 from engine.catalog.records import Revision, served_name
 from engine.catalog.revision_rows import (
     CANDIDATES,
-    CHUNK,
     COLUMNS,
     EXPORTED,
     NEWEST_FIRST,
@@ -197,9 +196,7 @@ def moved(policy: str, digest: str) -> Moved:
 def _places_of(connection: Connection, digests: Iterable[bytes]) -> set[tuple[Any, ...]]:
     """Return (digest, segment, offset) of the bytes that rows of these digests name."""
     query = select(table.digest, table.segment, table.offset).distinct()
-    keys = sorted(digests)
-    chunks = (keys[start : start + CHUNK] for start in range(0, len(keys), CHUNK))
-    return {tuple(row) for part in chunks for row in connection.execute(query.where(table.digest.in_(part)))}
+    return {tuple(row) for row in tables.rows_among(connection, query, table.digest, sorted(digests))}
 
 
 def publish_again(connection: Connection, rows: Sequence[Revision]) -> None:

@@ -13,9 +13,6 @@ from engine.catalog.revision_rows import blob
 from engine.catalog.withheld import refuse_tombstoned
 from engine.errors import Conflict, NotFound
 
-# Names for one query.
-CHUNK = 1000
-
 
 class Routes(CatalogPart):
     """The catalog's routes; `catalog.routes`."""
@@ -44,12 +41,9 @@ class Routes(CatalogPart):
 
     def among(self, policies: Collection[str]) -> set[str]:
         """Return which of these policies have a route."""
-        table, names, routed_policies = tables.routes.c, list(policies), set[str]()
+        policy = tables.routes.c.policy
         with self._access.read() as connection:
-            for at in range(0, len(names), CHUNK):
-                condition = table.policy.in_(names[at : at + CHUNK])
-                routed_policies |= set(connection.execute(select(table.policy).where(condition)).scalars())
-        return routed_policies
+            return {row.policy for row in tables.rows_among(connection, select(policy), policy, policies)}
 
     def first_policies(self, limit: int, patterns: Sequence[str] = ()) -> list[str]:
         """Return the names of the first policies that `patterns` (none: all) cover, in order of names."""

@@ -3,6 +3,7 @@
 `revision_rows.py` turns rows of `revisions` into dataclasses and back.
 """
 
+from collections.abc import Iterable
 from dataclasses import Field, fields
 from types import UnionType
 from typing import Any, get_args
@@ -12,11 +13,14 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    ColumnElement,
+    Connection,
     Float,
     Index,
     Integer,
     LargeBinary,
     MetaData,
+    Select,
     SmallInteger,
     String,
     Table,
@@ -49,6 +53,8 @@ from engine.catalog.tinker_records import (
 )
 
 metadata = MetaData()
+# Values of one statement, whose parameters have a limit.
+CHUNK = 1000
 # Types of a field's columns; all others are JSON.
 KINDS: dict[Any, Any] = {str: String, int: Integer, float: Float, bool: Boolean}
 
@@ -76,6 +82,15 @@ def _column(field: Field[Any], key: tuple[str, ...]) -> Column[Any]:
     return Column(field.name, KINDS.get(kind, JSON), primary_key=field.name in key, nullable=may_lack)
 
 
+def rows_among(
+    connection: Connection, query: Select[Any], column: ColumnElement[Any], values: Iterable[Any]
+) -> list[Any]:
+    """Return a query's rows with one of these values in a column, however many values there are."""
+    wanted = list(values)
+    chunks = (wanted[at : at + CHUNK] for at in range(0, len(wanted), CHUNK))
+    return [row for chunk in chunks for row in connection.execute(query.where(column.in_(chunk)))]
+
+
 # One row: the catalog's id, independent of its URL, and the secret of its keyed hashes.
 catalog = Table(
     "catalog",
@@ -89,10 +104,7 @@ bases = rows_of("bases", Base, ("digest",), Column("texts", JSON, nullable=False
 policies = rows_of("policies", Policy, ("name",))
 
 layouts = Table(
-    "layouts",
-    metadata,
-    Column("digest", String, primary_key=True),
-    Column("body", Text, nullable=False),
+    "layouts", metadata, Column("digest", String, primary_key=True), Column("body", Text, nullable=False)
 )
 
 # Interned strings that many revisions share: digests of bases and layouts, segments, owners.
@@ -158,12 +170,7 @@ purged = Table(
 
 # The change feed of gateways, in the order of commits; only the newest rows are kept. A policy of None stands
 # for the keys.
-changes = Table(
-    "changes",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    Column("policy", String),
-)
+changes = Table("changes", metadata, Column("id", Integer, primary_key=True), Column("policy", String))
 
 routes = rows_of(
     "routes",
@@ -248,10 +255,7 @@ usage_hours = Table(
 tenants = rows_of("tenants", Tenant, ("name",))
 
 switches = Table(
-    "switches",
-    metadata,
-    Column("name", String, primary_key=True),
-    Column("on", Boolean, nullable=False),
+    "switches", metadata, Column("name", String, primary_key=True), Column("on", Boolean, nullable=False)
 )
 
 aliases = rows_of("aliases", AliasNote, ("policy", "alias"))

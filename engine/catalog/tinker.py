@@ -3,17 +3,7 @@
 import time
 from typing import Any, TypeVar
 
-from sqlalchemy import (
-    ColumnElement,
-    Select,
-    Table,
-    and_,
-    delete,
-    func,
-    or_,
-    select,
-    update,
-)
+from sqlalchemy import ColumnElement, Select, Table, and_, delete, func, or_, select, update
 
 from engine.catalog import tables
 from engine.catalog.access import CatalogPart
@@ -69,8 +59,7 @@ class TinkerIndex(CatalogPart):
     def page(self, kind: type[Row], tenant: str, limit: int, offset: int) -> tuple[list[Row], int]:
         """Return a page of a tenant's rows, the newest first, and how many there are."""
         query = _mine(kind, tenant)
-        with self._access.read() as connection:
-            total = connection.execute(select(func.count()).select_from(query.subquery())).scalar_one()
+        total = self._access.scalar(select(func.count()).select_from(query.subquery()))
         newest = query.order_by(TABLES[kind].c.created_at.desc())
         return self._access.all(kind, newest.limit(limit).offset(offset)), total
 

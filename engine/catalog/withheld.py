@@ -17,8 +17,6 @@ from engine.catalog.records import Tombstone
 from engine.errors import Conflict, NotFound
 
 COLUMNS = [column for column in tables.tombstones.c if column.name != "id"]
-# Digests for one query.
-CHUNK = 1024
 
 
 class Tombstones:
@@ -137,12 +135,9 @@ def lift_quarantine(connection: Connection, revisions: Iterable[tuple[str, str]]
     stones = tables.quarantine.c
     if connection.execute(select(stones.policy).limit(1)).first() is None:
         return
-    pairs = list(revisions)
-    query = select(stones.policy, stones.digest)
-    for at in range(0, len(pairs), CHUNK):
-        some = pairs[at : at + CHUNK]
-        held = connection.execute(query.where(stones.digest.in_({digest for _, digest in some}))).all()
-        lifted = [{"of": of, "key": key} for of, key in held if (of, key) in some]
-        if lifted:
-            mine = (stones.policy == bindparam("of")) & (stones.digest == bindparam("key"))
-            connection.execute(delete(tables.quarantine).where(mine), lifted)
+    pairs, query = set(revisions), select(stones.policy, stones.digest)
+    held = tables.rows_among(connection, query, stones.digest, {digest for _, digest in pairs})
+    lifted = [{"of": of, "key": key} for of, key in held if (of, key) in pairs]
+    if lifted:
+        mine = (stones.policy == bindparam("of")) & (stones.digest == bindparam("key"))
+        connection.execute(delete(tables.quarantine).where(mine), lifted)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.adapters import packed
-from engine.catalog.layout_rows import Layout
+from engine.catalog.places import Layout
 from engine.catalog.records import Revision, served_name
 from engine.catalog.revision_rows import location
 from engine.errors import AdapterError, Conflict, DamagedBytes, MissingBytes, Moved, NotFound

@@ -28,8 +28,8 @@ from engine.catalog import access as catalog_access
 from engine.catalog import leases as catalog_leases
 from engine.catalog.access import open_engine
 from engine.catalog.catalog import Base, Catalog, Policy, Revision, Route, migrate
-from engine.catalog.layout_rows import Layout
 from engine.catalog.opening import open_catalog
+from engine.catalog.places import Layout
 from engine.catalog.postgres_timeouts import TimeoutConnection
 from engine.catalog.tables import layouts, metadata
 from engine.errors import AdapterError, ConfigError, Conflict, NotFound, ServiceError
