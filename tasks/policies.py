@@ -177,12 +177,7 @@ def _known_base(params: Params) -> BaseInfo:
 
 
 def _settings(
-    params: Params,
-    name: str,
-    verifier: str,
-    owner: str,
-    own: Mapping[str, Any],
-    settings: Mapping[str, Any],
+    params: Params, name: str, verifier: str, owner: str, own: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> PolicyConfig:
     """Return the policy's settings: its own file's (`own`), then those of `settings`."""
     if verifier == "contract":

@@ -124,12 +124,7 @@ class Archiver(PeriodicThread):
     """Archives every hour, keeps the last result in `state`, and tells each error."""
 
     def __init__(
-        self,
-        snapshot: Path,
-        place: BackupPlace,
-        owner: str,
-        state: Path,
-        tell: Callable[[str | None], None],
+        self, snapshot: Path, place: BackupPlace, owner: str, state: Path, tell: Callable[[str | None], None]
     ):
         super().__init__("ledger archive", EVERY_S, self.turn)
         self._snapshot, self._place, self._owner = snapshot, place, owner

@@ -32,10 +32,6 @@ RUNNING = ("replicas", "replica_loads")
 OnRows = Callable[[str, int], object]
 
 
-def silent(table: str, rows: int) -> None:
-    """Report no progress."""
-
-
 def copy_sqlite(source: Path, target: Path) -> None:
     """Copy a SQLite database as of one moment, while others write to it. The copy is a new file.
 
@@ -55,14 +51,14 @@ def copy_sqlite(source: Path, target: Path) -> None:
         raise ServiceError(f"{source} cannot be copied: {error}.") from None
 
 
-def snapshot(url: str, target: Path, on_rows: OnRows = silent) -> None:
+def snapshot(url: str, target: Path) -> None:
     """Write a catalog as of one moment into a new SQLite file, whichever database it is in.
 
     Raises as `copy_sqlite` or `copy_catalog`.
     """
     source = sqlite_path(url)
     if source is None:
-        copy_catalog(url, f"sqlite:///{target}", on_rows, known_alone=True)
+        copy_catalog(url, f"sqlite:///{target}", known_alone=True)
         return
     copy_sqlite(source, target)
     with closing(sqlite3.connect(target, isolation_level=None)) as copy:
@@ -72,7 +68,7 @@ def snapshot(url: str, target: Path, on_rows: OnRows = silent) -> None:
 
 
 def copy_catalog(
-    source: str, target: str, on_rows: OnRows = silent, known_alone: bool = False
+    source: str, target: str, on_rows: OnRows = lambda table, rows: None, known_alone: bool = False
 ) -> dict[str, int]:
     """Copy a catalog's rows into an empty database; return their number by table.
 

@@ -80,8 +80,7 @@ class Suggestions(UnknownNames):
 
     def _knows(self, policy: str) -> bool:
         table = tables.policies.c
-        with self._access.read() as connection:
-            return connection.execute(select(table.name).where(table.name == policy)).first() is not None
+        return self._access.scalar(select(table.name).where(table.name == policy)) is not None
 
 
 def _shared(one: str, other: str) -> int:

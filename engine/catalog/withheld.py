@@ -120,9 +120,7 @@ class Quarantine:
         stones = tables.quarantine.c
         query = select(stones.policy, stones.digest, stones.reason).order_by(stones.at.desc(), stones.digest)
         with self._access.read() as connection:
-            return [
-                (policy, digest, reason) for policy, digest, reason in connection.execute(query.limit(limit))
-            ]
+            return list(connection.execute(query.limit(limit)).tuples())
 
     def release(self, policy: str, digest: str) -> None:
         """End a revision's quarantine, if it is quarantined."""

@@ -6,8 +6,9 @@ have API keys instead (`engine/catalog/keys.py`).
 
 import os
 
+from engine.errors import NotRunning
 from engine.files import write_once
-from engine.settings.params import Paths
+from engine.settings.params import Params, Paths
 
 # `mlflow-session` signs the sessions of MLflow's pages, with `events` a process elsewhere delivers events to
 # the controller; every other one is a service's key or password.
@@ -52,3 +53,21 @@ def logins(paths: Paths) -> dict[str, str]:
     if password := known_credential(paths, "prefect"):
         variables["PREFECT_API_AUTH_STRING"] = f"{USER}:{password}"
     return variables
+
+
+def web_logins(params: Params) -> list[dict[str, str]]:
+    """Return each page's service, address, user and password; `NotRunning` before the first `graftwork up`.
+
+    Prefect asks for `user:password` in one field.
+    """
+    logins = []
+    for service in ("prefect", "mlflow", "controller"):
+        password = known_credential(params.paths, service)
+        if not password:
+            raise NotRunning(
+                f"There is no credential of {service} in {params.paths.credentials} that you may read. "
+                "`graftwork up` creates them, for the user who starts it."
+            )
+        user, secret = ("", f"{USER}:{password}") if service == "prefect" else (USER, password)
+        logins.append({"service": service, "address": params.url(service), "user": user, "password": secret})
+    return logins

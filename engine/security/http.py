@@ -11,7 +11,6 @@ A Host allow-list stops DNS rebinding: a web page whose name resolves to 127.0.0
 import asyncio
 import hmac
 import math
-from collections.abc import Collection
 from typing import Any
 
 import uvicorn.config
@@ -196,18 +195,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class KeyRequired:
-    """Refuse every request without `Authorization: Bearer KEY`, except for the paths in `open_paths`."""
+    """Refuse every request without `Authorization: Bearer KEY`, except for its health."""
 
-    def __init__(self, app: ASGIApp, key: str, open_paths: Collection[str] = (HEALTH,)):
-        self.app, self.key, self.open_paths = app, key, open_paths
+    def __init__(self, app: ASGIApp, key: str):
+        self.app, self.key = app, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 401, or pass the request on."""
-        if (
-            scope["type"] == "lifespan"
-            or scope["path"] in self.open_paths
-            or self._knows(Headers(scope=scope))
-        ):
+        if scope["type"] == "lifespan" or scope["path"] == HEALTH or self._knows(Headers(scope=scope)):
             return await self.app(scope, receive, send)
         sentence = "This call needs the header `Authorization: Bearer KEY` with the service's key."
         body = {"kind": "Unauthorized", "error": sentence}

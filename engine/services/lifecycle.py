@@ -194,11 +194,7 @@ def up(
 
 
 def start(
-    params: Params,
-    build_base: Callable[[], object],
-    report: Report,
-    owner: int | None,
-    only: Collection[str],
+    params: Params, build_base: Callable[[], object], report: Report, owner: int | None, only: Collection[str]
 ) -> None:
     """Start the services in `only`, those that need the base after it is built; stop all if one fails.
 

@@ -164,9 +164,7 @@ class Cache:
 
     def _begin_anew(self) -> None:
         """Remove a damaged index; opening a new one indexes the files again."""
-        if self._index is not None:
-            self._index.close()
-            self._index = None
+        self._close()
         for path in self.root.glob(f"{INDEX}*"):
             path.unlink(missing_ok=True)
 
@@ -212,9 +210,12 @@ class Cache:
     def close(self) -> None:
         """Close the index; the next use opens it again."""
         with self._guard:
-            if self._index is not None:
-                self._index.close()
-                self._index = None
+            self._close()
+
+    def _close(self) -> None:
+        if self._index is not None:
+            self._index.close()
+            self._index = None
 
 
 def open_draft(directory: Path) -> tuple[Path, int]:

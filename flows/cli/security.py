@@ -7,10 +7,9 @@ from typing import Annotated
 import typer
 
 from engine.errors import ConfigError, NotRunning
-from engine.security.credentials import logins
+from engine.security.credentials import logins, web_logins
 from flows.cli.look import LOOK
 from flows.entry import PARAMS, Json, ParamsFile, catalog, enter, print_json, print_result
-from tasks.logins import web_logins
 
 app = typer.Typer()
 

@@ -59,10 +59,7 @@ def store(
     }
     began, paths, said = time.monotonic(), settings.paths, now_and_then()
     # Do not create a catalog that is not there.
-    with (
-        open_catalog(paths, migrated=paths.has_catalog) as index,
-        closing(open_store(settings)) as opened,
-    ):
+    with open_catalog(paths, migrated=paths.has_catalog) as index, closing(open_store(settings)) as opened:
         report = operations[work](index, opened, on_page=lambda so_far: said(lambda: progress(so_far)))
     fields = asdict(report) | {
         "seconds": round(time.monotonic() - began, 3),

@@ -11,14 +11,20 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.errors import NotRunning
-from engine.security.credentials import LOGIN_VARIABLES, NAMES, create_credentials, known_credential, logins
+from engine.security.credentials import (
+    LOGIN_VARIABLES,
+    NAMES,
+    create_credentials,
+    known_credential,
+    logins,
+    web_logins,
+)
 from engine.services.lifecycle import environment, every_service
 from engine.services.own_environments import own_environments
 from engine.services.supervisor import Supervisor
 from engine.settings.params import Params
 from flows.cli import app
 from flows.entry import enter
-from tasks.logins import web_logins
 from tests.helpers.own_ports import own_ports
 
 
