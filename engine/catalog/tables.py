@@ -238,17 +238,11 @@ usage_hours = Table(
     metadata,
     Column("log", String, primary_key=True),
     Column("hour", Integer, primary_key=True, autoincrement=False),
-    Column("tenant", String, primary_key=True),
-    Column("key", String, primary_key=True),
-    Column("policy", String, primary_key=True),
-    Column("revision", String, primary_key=True),
-    Column("purpose", String, primary_key=True),
-    Column("requests", BigInteger, nullable=False),
-    Column("prompt", BigInteger, nullable=False),
-    Column("completion", BigInteger, nullable=False),
-    Column("unknown", BigInteger, nullable=False),
-    Column("open", BigInteger, nullable=False),
-    Column("reserved", BigInteger, nullable=False),
+    *(Column(name, String, primary_key=True) for name in ("tenant", "key", "policy", "revision", "purpose")),
+    *(
+        Column(name, BigInteger, nullable=False)
+        for name in ("requests", "prompt", "completion", "unknown", "open", "reserved")
+    ),
 )
 
 # Only tenants with limits or a weight of their own, or that were ever suspended, have a row.
