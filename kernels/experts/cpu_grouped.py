@@ -71,12 +71,8 @@ def shrink(x: Tensor, factor_SERD: Tensor, plan: GroupedRoutingPlan) -> Tensor:
     return pairs.scatter(h_PR, each).expand(-1, count, -1)
 
 
-def expand(
-    y: Tensor, h_LKR: Tensor, factor_SERD: Tensor, plan: GroupedRoutingPlan, weights_TK: Tensor | None = None
-) -> None:
-    """Add each pair's h times its segment's factor to `y` in place; see `cpu.expand`."""
-    if weights_TK is not None:
-        h_LKR = (h_LKR * plan.rows(weights_TK)[..., None]).to(h_LKR.dtype)
+def expand(y: Tensor, h_LKR: Tensor, factor_SERD: Tensor, plan: GroupedRoutingPlan) -> None:
+    """Add each pair's h times its segment's factor to `y` in place, without weights; see `cpu.expand`."""
     slots, number = factor_SERD.shape[:2]
     if y.dim() == 2 and number == 1:
         h_LKR = h_LKR.sum(1, keepdim=True)

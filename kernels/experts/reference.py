@@ -6,7 +6,6 @@ a token, E experts (or 1: one factor for all of them).
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 
@@ -47,36 +46,3 @@ def expand_experts(
         delta_O = b_SEOR[slot, expert] @ h_TKR[t, k]
         target_O = y[t] if y.dim() == 2 else y[t, k]
         target_O += delta_O if weights_TK is None else weights_TK[t, k] * delta_O
-
-
-def shrink_experts_backward(
-    dh_TKR: Tensor, x: Tensor, a_SERI: Tensor, slots_T: Tensor, experts_TK: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `x` and `A`, given the gradient (T, K, R) of `shrink_experts`' result."""
-    dx, da_SERI = torch.zeros_like(x), torch.zeros_like(a_SERI)
-    for t, k, slot, expert in routed(a_SERI, slots_T, experts_TK):
-        row = t if x.dim() == 2 else (t, k)
-        dx[row] += a_SERI[slot, expert].T @ dh_TKR[t, k]
-        da_SERI[slot, expert] += torch.outer(dh_TKR[t, k], x[row])
-    return dx, da_SERI
-
-
-def expand_experts_backward(
-    dy: Tensor,
-    h_TKR: Tensor,
-    b_SEOR: Tensor,
-    slots_T: Tensor,
-    experts_TK: Tensor,
-    weights_TK: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of h, `B` and the weights, given the gradient of `expand_experts`' `y`."""
-    if weights_TK is None:
-        weights_TK = h_TKR.new_ones(experts_TK.shape)
-    dh_TKR, db_SEOR, dw_TK = torch.zeros_like(h_TKR), torch.zeros_like(b_SEOR), torch.zeros_like(weights_TK)
-    for t, k, slot, expert in routed(b_SEOR, slots_T, experts_TK):
-        dy_O = dy[t] if dy.dim() == 2 else dy[t, k]
-        g_R = b_SEOR[slot, expert].T @ dy_O
-        dh_TKR[t, k] = weights_TK[t, k] * g_R
-        dw_TK[t, k] = g_R @ h_TKR[t, k]
-        db_SEOR[slot, expert] += torch.outer(dy_O, weights_TK[t, k] * h_TKR[t, k])
-    return dh_TKR, db_SEOR, dw_TK

@@ -14,7 +14,6 @@ shared), G = S*E segments, N tiles, M pairs in a tile.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import triton
@@ -141,10 +140,9 @@ def shrink_kernel(
 
 @triton.jit
 def expand_kernel(
-    y, h, weights, w, order, starts, tile_segment, tile_first, segments, E, R, D,
+    y, h, w, order, starts, tile_segment, tile_first, segments, E, R, D,
     y_row, w_s, w_e, w_r, w_d,
-    WEIGHTED: tl.constexpr, ADD: tl.constexpr,
-    M: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
+    ADD: tl.constexpr, M: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     segment = tl.load(tile_segment + tile)
@@ -164,8 +162,6 @@ def expand_kernel(
         other=0.0,
     )
     delta = _dot(values, lines, UPCAST)
-    if WEIGHTED:
-        delta = delta * tl.load(weights + pair, mask=live, other=0.0).to(tl.float32)[:, None]
     at = y + pair[:, None] * y_row + d[None, :]
     mask = live[:, None] & (d < D)[None, :]
     if ADD:
@@ -250,10 +246,8 @@ def shrink(x: Tensor, factor_SERD: Tensor, plan: TritonRoutingPlan) -> Tensor:
     return h_TKR
 
 
-def expand(
-    y: Tensor, h_TKR: Tensor, factor_SERD: Tensor, plan: TritonRoutingPlan, weights_TK: Tensor | None = None
-) -> None:
-    """Add each pair's h times its segment's factor to `y` in place; see `cpu.expand`.
+def expand(y: Tensor, h_TKR: Tensor, factor_SERD: Tensor, plan: TritonRoutingPlan) -> None:
+    """Add each pair's h times its segment's factor to `y` in place, without weights; see `cpu.expand`.
 
     Rows of `y` (T, D) or (T, K, D) may be strided; elements of a row must be contiguous. Raises `ValueError`
     with `unsupported_reason`.
@@ -266,14 +260,11 @@ def expand(
     if not len(at.tile_segment):
         return
     pairs = y.new_empty(plan.experts.numel(), width, dtype=torch.float32) if summed else y
-    h_TKR = h_TKR.contiguous()
-    weights: Any = h_TKR if weights_TK is None else weights_TK.contiguous()
     blocks = triton.cdiv(width, BLOCK)
     expand_kernel[(len(at.tile_segment), blocks)](
-        pairs, h_TKR, weights, factor_SERD, at.order, at.starts, at.tile_segment, at.tile_first,
+        pairs, h_TKR.contiguous(), factor_SERD, at.order, at.starts, at.tile_segment, at.tile_first,
         adapters * experts, experts, rank, width, pairs.stride(-2), *factor_SERD.stride(),
-        WEIGHTED=weights_TK is not None, ADD=not summed,
-        M=TILE, RANK=_rank_block(rank), BLOCK=BLOCK, UPCAST=triton.knobs.runtime.interpret,
+        ADD=not summed, M=TILE, RANK=_rank_block(rank), BLOCK=BLOCK, UPCAST=triton.knobs.runtime.interpret,
     )  # fmt: skip
     if summed:
         combine_kernel[(len(y), blocks)](

@@ -55,11 +55,11 @@ def test_forward_equals_the_reference(mix: str, rank: int, inputs: int, outputs:
         y = torch.randn(len(MIXES[mix]), *([] if reduce else [2]), outputs).to(dtype)
         want, before = y.double(), y.clone()
         h = experts_reference.shrink_experts(yardstick.x, yardstick.a, batch.slots, batch.experts)
-        experts_reference.expand_experts(want, h, yardstick.b, batch.slots, batch.experts, yardstick.weights)
+        experts_reference.expand_experts(want, h, yardstick.b, batch.slots, batch.experts)
         d = on_device(batch)
         plan, got = experts_triton.plan(d.slots, d.experts), y.to(DEVICE)
         h = experts_triton.shrink(d.x, d.a, plan)
-        experts_triton.expand(got, h, d.b.transpose(-1, -2), plan, d.weights)
+        experts_triton.expand(got, h, d.b.transpose(-1, -2), plan)
         assert testing.error(got.cpu(), want) <= LIMITS[dtype] * testing.EPS[dtype]
         assert torch.equal(got.cpu()[batch.slots < 0], before[batch.slots < 0])
 
@@ -69,20 +69,13 @@ def test_forward_equals_the_reference(mix: str, rank: int, inputs: int, outputs:
 def test_gradients_equal_the_reference(shared: str, dtype: torch.dtype):
     slots = MIXES["with base rows"] + MIXES["identical"]
     batch = testing.routed(slots, 2, 4, 5, 70, 33, shared, "token", dtype)
-    reduce = shared == "B"
-    yardstick, d = batch.to(torch.float64), on_device(batch)
-    inputs = [v.requires_grad_() for v in (d.x, d.a, d.b, d.weights)]
-    y = experts_grad.lora(d.x, d.a, d.b, d.slots, d.experts, d.weights, reduce, ops=experts_triton)
+    d = on_device(batch)
+    inputs = [v.requires_grad_() for v in (d.x, d.a, d.b)]
+    y = experts_grad.lora(*inputs, d.slots, d.experts, ops=experts_triton)
     dy = torch.randn(y.shape).to(dtype)
     got = torch.autograd.grad(y, inputs, dy.to(DEVICE))
-    h = experts_reference.shrink_experts(yardstick.x, yardstick.a, batch.slots, batch.experts)
-    dh, db, dw = experts_reference.expand_experts_backward(
-        dy.double(), h, yardstick.b, batch.slots, batch.experts, yardstick.weights
-    )
-    dx, da = experts_reference.shrink_experts_backward(
-        dh, yardstick.x, yardstick.a, batch.slots, batch.experts
-    )
-    for found, want in zip(got, (dx, da, db, dw), strict=True):
+    wanted = testing.reference_gradients(batch, dy)
+    for found, want in zip(got, wanted, strict=True):
         assert want.abs().max() > 0.1
         # bfloat16: h and its gradient are rounded as well, and a factor's gradient is a sum of them.
         assert testing.error(found.cpu(), want) <= 2 * LIMITS[dtype] * testing.EPS[dtype]
@@ -96,7 +89,7 @@ def test_a_row_has_the_same_bits_in_any_batch():
         plan = experts_triton.plan(batch.slots[rows], batch.experts[rows])
         y = torch.zeros(len(rows), 40, device=DEVICE)
         h = experts_triton.shrink(batch.x[rows], batch.a, plan)
-        experts_triton.expand(y, h, batch.b.transpose(-1, -2), plan, batch.weights[rows])
+        experts_triton.expand(y, h, batch.b.transpose(-1, -2), plan)
         return y
 
     everything = run(torch.arange(24, device=DEVICE))

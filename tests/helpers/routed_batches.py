@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.experts import reference
+
 # The unit in the last place of 1: what one rounding may move a value by, half of it at most.
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float64, torch.float32, torch.bfloat16)}
 
@@ -65,6 +67,17 @@ def routed(
     # Rounded first, so that the yardstick in float64 starts from the very same numbers.
     a, b, x, weights_TK = (v.to(dtype) for v in (a, b, x, weights_TK))
     return Routed(x, a, b, slots_T, experts_TK, weights_TK)
+
+
+def reference_gradients(batch: Routed, dy_TKO: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of x, A and B through the reference's loops without weights, in float64."""
+    exact = batch.to(torch.float64)
+    leaves = [value.detach().requires_grad_() for value in (exact.x, exact.a, exact.b)]
+    x, a, b = leaves
+    y = torch.zeros(dy_TKO.shape, dtype=torch.float64)
+    h = reference.shrink_experts(x, a, batch.slots, batch.experts)
+    reference.expand_experts(y, h, b, batch.slots, batch.experts)
+    return torch.autograd.grad(y, leaves, dy_TKO.double())
 
 
 def rank_major(b_SEOR: Tensor) -> Tensor:

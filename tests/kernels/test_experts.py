@@ -51,10 +51,11 @@ def blank(batch: testing.Routed, reduce: bool) -> torch.Tensor:
     return torch.randn(*shape, batch.b.shape[2]).to(batch.x.dtype)
 
 
-def reference(batch: testing.Routed, y: torch.Tensor) -> torch.Tensor:
+def reference(batch: testing.Routed, y: torch.Tensor, weighted: bool = True) -> torch.Tensor:
     exact, want = batch.to(torch.float64), y.double()
     h = experts_reference.shrink_experts(exact.x, exact.a, exact.slots, exact.experts)
-    experts_reference.expand_experts(want, h, exact.b, exact.slots, exact.experts, exact.weights)
+    weights = exact.weights if weighted else None
+    experts_reference.expand_experts(want, h, exact.b, exact.slots, exact.experts, weights)
     return want
 
 
@@ -84,9 +85,9 @@ def test_grouped_products_equal_the_reference(mix: str, rows: str, shared: str, 
     plan = experts_grouped.plan(batch.slots, batch.experts)
     for reduce in (False, True):
         y = blank(batch, reduce)
-        want, before = reference(batch, y), y.clone()
+        want, before = reference(batch, y, weighted=False), y.clone()
         h = experts_grouped.shrink(batch.x, batch.a, plan)
-        experts_grouped.expand(y, h, batch.b.transpose(-1, -2), plan, batch.weights)
+        experts_grouped.expand(y, h, batch.b.transpose(-1, -2), plan)
         assert testing.error(y, want) <= LIMITS[dtype] * testing.EPS[dtype]
         assert torch.equal(y[batch.slots < 0], before[batch.slots < 0])
 
@@ -186,13 +187,10 @@ def test_tiles_are_used_where_they_are_cheaper():
     assert testing.error(y, want) <= LIMITS[torch.float32] * testing.EPS[torch.float32]
 
 
-@pytest.mark.parametrize("reduce", [False, True])
 @pytest.mark.parametrize("shared", ["", "A", "B", "AB"])
 @pytest.mark.parametrize("rows", ["token", "pair"])
 @pytest.mark.parametrize("way", ["pairs", "tiles", "grouped"])
-def test_gradients_equal_the_reference(
-    way: str, rows: str, shared: str, reduce: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_gradients_equal_the_reference(way: str, rows: str, shared: str, monkeypatch: pytest.MonkeyPatch):
     slots = MIXES["with base rows"] + [1] * 31
     ops = experts_grouped if way == "grouped" else experts
     if way == "tiles":
@@ -200,32 +198,25 @@ def test_gradients_equal_the_reference(
         assert experts.cheapest(torch.tensor(slots[9:])) > 1
     for dtype in LIMITS:
         batch = testing.routed(slots, shared=shared, rows=rows, dtype=dtype)
-        exact = batch.to(torch.float64)
-        inputs = [v.requires_grad_() for v in (batch.x, batch.a, batch.b, batch.weights)]
-        given = (batch.x, batch.a, batch.b, batch.slots, batch.experts, batch.weights, reduce)
-        y = experts_grad.lora(*given, ops=ops)
+        inputs = [v.requires_grad_() for v in (batch.x, batch.a, batch.b)]
+        y = experts_grad.lora(*inputs, batch.slots, batch.experts, ops=ops)
         dy = torch.randn(y.shape).to(dtype)
         got = torch.autograd.grad(y, inputs, dy)
-        h = experts_reference.shrink_experts(exact.x, exact.a, exact.slots, exact.experts)
-        dh, db, dw = experts_reference.expand_experts_backward(
-            dy.double(), h, exact.b, exact.slots, exact.experts, exact.weights
-        )
-        dx, da = experts_reference.shrink_experts_backward(dh, exact.x, exact.a, exact.slots, exact.experts)
-        for found, want in zip(got, (dx, da, db, dw), strict=True):
+        wanted = testing.reference_gradients(batch, dy)
+        for found, want in zip(got, wanted, strict=True):
             assert want.abs().max() > 0.1
             # Twice: h, its gradient and a tile's sum are rounded as well.
             assert testing.error(found, want) <= 2 * LIMITS[dtype] * testing.EPS[dtype]
 
 
-@pytest.mark.parametrize("reduce", [False, True])
 @pytest.mark.parametrize(("rows", "shared"), [("token", ""), ("pair", "B"), ("token", "A")])
-def test_gradients_pass_gradcheck(rows: str, shared: str, reduce: bool):
+def test_gradients_pass_gradcheck(rows: str, shared: str):
     batch = testing.routed([0, -1, 1, 0], 2, 3, 2, 4, 3, shared, rows, torch.float64)
     # gradcheck moves every element, also those that must not be read; NaN is no number to move.
-    inputs = [v.nan_to_num().requires_grad_() for v in (batch.x, batch.a, batch.b, batch.weights)]
+    inputs = [v.nan_to_num().requires_grad_() for v in (batch.x, batch.a, batch.b)]
 
-    def lora(x, a, b, weights):
-        return experts_grad.lora(x, a, b, batch.slots, batch.experts, weights, reduce)
+    def lora(x, a, b):
+        return experts_grad.lora(x, a, b, batch.slots, batch.experts)
 
     assert torch.autograd.gradcheck(lora, inputs)
 
@@ -235,7 +226,7 @@ def test_two_runs_give_the_same_bits():
     runs = []
     for _ in range(2):
         inputs = [v.detach().requires_grad_() for v in (batch.x, batch.a, batch.b)]
-        y = experts_grad.lora(*inputs, batch.slots, batch.experts, batch.weights)
+        y = experts_grad.lora(*inputs, batch.slots, batch.experts)
         runs.append([y, *torch.autograd.grad(y, inputs, torch.ones_like(y))])
     assert all(torch.equal(one.nan_to_num(), two.nan_to_num()) for one, two in zip(*runs, strict=True))
 
@@ -259,12 +250,12 @@ def test_the_triton_kernels_compile_for_a_gpu(
     tile = {"M": 16, "RANK": 16, "BLOCK": 64, "UPCAST": False}
     kernels = [
         (experts_triton.shrink_kernel, tile),
-        (experts_triton.expand_kernel, {**tile, "WEIGHTED": True, "ADD": True}),
+        (experts_triton.expand_kernel, {**tile, "ADD": True}),
         (experts_triton.combine_kernel, {"BLOCK": 64}),
         (experts_triton.outer_kernel, tile),
     ]
     for dtype in ("*bf16", "*fp32"):
-        tensors = dict.fromkeys(("x", "w", "h", "y", "weights", "grad"), dtype)
+        tensors = dict.fromkeys(("x", "w", "h", "y", "grad"), dtype)
         for kernel, constants in kernels:
             types = {**dict.fromkeys(kernel.arg_names, "i32"), **pointers, **tensors, "pairs": "*fp32"}
             signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
