@@ -1,6 +1,6 @@
-"""Products of rows with their experts' weights on CPU: pairs sorted by expert, then one grouped product.
+"""Products of rows with their experts' weights: pairs sorted by expert, then one grouped product.
 
-A pair is one token at one of its experts. A row's bits do not depend on its batch: the BLAS uses one
+A pair is one token at one of its experts. On a CPU a row's bits do not depend on its batch: the BLAS uses one
 summation order from four rows on and another for fewer, so each group is padded to at least four rows.
 
 Shapes: T tokens, K experts of a token, P = T * K pairs, N rows with padding, E experts, D inputs, O outputs.
@@ -20,14 +20,13 @@ class ExpertGroups:
     """Pairs sorted by expert.
 
     `gather` (N): the pair of each row (any, for padding). `place` (P): each pair's row. `ends` (E): the end
-    of each expert's rows. `experts` (P): each pair's expert. `each`: the pairs of a token (K).
+    of each expert's rows. `experts` (P): each pair's expert.
     """
 
     gather: Tensor
     place: Tensor
     ends: Tensor
     experts: Tensor
-    each: int
 
     def product(self, rows: Tensor, weight_EOD: Tensor, bias_EO: Tensor | None = None) -> Tensor:
         """Return each pair's row times its expert's weight plus bias, (P, O).
@@ -35,7 +34,7 @@ class ExpertGroups:
         `rows` is (P, D), or (T, D) with one row for all K experts of a token. Rows and weights have one
         dtype; their strides must be multiples of 16 bytes.
         """
-        source = self.gather if len(rows) == len(self.place) else self.gather // self.each
+        source = self.gather // (len(self.place) // len(rows))
         y_NO = grouped_mm(rows.index_select(0, source), weight_EOD.transpose(1, 2), offs=self.ends)
         y_PO = y_NO.index_select(0, self.place)
         if bias_EO is not None:
@@ -44,15 +43,16 @@ class ExpertGroups:
 
 
 def group(experts_TK: Tensor, count: int) -> ExpertGroups:
-    """Sort a step's pairs by expert, of `count` experts."""
-    experts = experts_TK.flatten()
-    counts = torch.bincount(experts, minlength=count)
-    rows = torch.where(counts > 0, counts.clamp(min=LEAST_ROWS), 0)
-    ends = rows.cumsum(0)
-    order = experts.argsort(stable=True)
-    # A sorted pair's rank within its expert, plus the rows of the experts before it.
-    shift = (ends - rows) - (counts.cumsum(0) - counts)
-    position = torch.arange(len(order)) + shift[experts[order]]
-    place = torch.empty_like(order).index_copy_(0, order, position)
-    gather = order.new_zeros(int(ends[-1])).index_copy_(0, position, order)
-    return ExpertGroups(gather, place, ends.int(), experts, experts_TK.shape[1])
+    """Sort pairs by expert, of `count` experts; on a CPU groups are padded, as the BLAS needs it."""
+    experts_P = experts_N = experts_TK.flatten()
+    rows_E = torch.bincount(experts_P, minlength=count)
+    if not experts_P.is_cuda:
+        missing_E = (LEAST_ROWS - rows_E).clamp(min=0).where(rows_E > 0, 0)
+        experts_N = torch.cat([experts_P, torch.arange(count).repeat_interleave(missing_E)])
+        rows_E += missing_E
+    order = experts_N.argsort(stable=True)
+    position = torch.arange(len(order), device=order.device)
+    place = torch.empty_like(order).index_copy_(0, order, position)[: len(experts_P)]
+    # Padding is numbered after all pairs; its rows repeat the last pair.
+    gather = order.clamp(max=len(experts_P) - 1)
+    return ExpertGroups(gather, place, rows_E.cumsum(0, dtype=torch.int32), experts_P)

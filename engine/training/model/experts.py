@@ -22,57 +22,30 @@ from engine.errors import BaseModelError
 from engine.training.model.adapter import Part
 from engine.training.model.linear import served
 from kernels.experts.autograd import lora
-from kernels.routed import LEAST_ROWS
-
-
-@dataclass(frozen=True)
-class SortedPairs:
-    """Pairs sorted by expert: `order` (N), the pair of each row; `place` (P), each pair's row; `ends` (E).
-
-    On a CPU a row's bits do not depend on its batch: the BLAS uses one summation order from four rows on and
-    another for fewer, so each used expert is padded to at least four rows.
-    """
-
-    order: Tensor
-    place: Tensor
-    ends: Tensor
-
-    @staticmethod
-    def of(experts_TK: Tensor, count: int) -> "SortedPairs":
-        """Sort the pairs of expert ids (T, K) among `count` experts."""
-        experts = experts_TK.flatten()
-        pairs, rows_E = len(experts), torch.bincount(experts, minlength=count)
-        if not experts.is_cuda:
-            missing_E = (LEAST_ROWS - rows_E).clamp(min=0).where(rows_E > 0, 0)
-            experts = torch.cat([experts, torch.arange(count).repeat_interleave(missing_E)])
-            rows_E += missing_E
-        order, ends = experts.argsort(stable=True), rows_E.cumsum(0, dtype=torch.int32)
-        # Padding is numbered after all pairs; its rows repeat the last pair.
-        return SortedPairs(order.clamp(max=pairs - 1), order.argsort()[:pairs], ends)
+from kernels.routed import ExpertGroups, group
 
 
 class ExpertMatmul(Function):
     """Each pair's product (P, O) with its expert's frozen weight; only the rows get a gradient.
 
-    `x` has one row for every `each` pairs. Deterministic on every device: no atomic additions.
+    `x` has a row for each pair, or for all pairs of a token. Deterministic on every device: no atomic
+    additions.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_EOD: Tensor, groups: SortedPairs, each: int) -> Tensor:
-        """Return y (P, O) of x (P / each, D) and weight (E, O, D)."""
-        ctx.each = each
-        ctx.save_for_backward(weight_EOD, groups.order, groups.place, groups.ends)
-        rows_ND = x.index_select(0, groups.order // each)
-        y_NO = grouped_mm(rows_ND, weight_EOD.transpose(1, 2), offs=groups.ends)
-        return y_NO.index_select(0, groups.place)
+    def forward(ctx: Any, x: Tensor, weight_EOD: Tensor, groups: ExpertGroups) -> Tensor:
+        """Return y (P, O) of x (P, D) or (T, D) and weight (E, O, D)."""
+        ctx.rows = len(x)
+        ctx.save_for_backward(weight_EOD, groups.gather, groups.place, groups.ends)
+        return groups.product(x, weight_EOD)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of x (P / each, D)."""
-        weight_EOD, order, place, ends = ctx.saved_tensors
-        dy_NO = grads[0].index_select(0, order)
+        """Return the gradient of x."""
+        weight_EOD, gather, place, ends = ctx.saved_tensors
+        dy_NO = grads[0].index_select(0, gather)
         dx_PD = grouped_mm(dy_NO, weight_EOD, offs=ends).index_select(0, place)
-        return dx_PD.view(-1, ctx.each, dx_PD.shape[1]).sum(1), None, None, None
+        return dx_PD.view(ctx.rows, -1, dx_PD.shape[1]).sum(1), None, None
 
 
 class SlottedExperts(nn.Module):
@@ -102,14 +75,14 @@ class SlottedExperts(nn.Module):
     def forward(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Return the weighted sum (T, H) over each token's experts (T, K) with weights (T, K)."""
         tokens, count = experts_TK.shape
-        groups = SortedPairs.of(experts_TK, len(self.base.down_proj))
+        groups = group(experts_TK, len(self.base.down_proj))
         slots = Slots(self.parts, experts_TK, self.ops)
-        both_PI = ExpertMatmul.apply(x_TH, self.base.gate_up_proj, groups, count)
+        both_PI = ExpertMatmul.apply(x_TH, self.base.gate_up_proj, groups)
         gate_TKI, up_TKI = both_PI.view(tokens, count, -1).chunk(2, dim=-1)
         gate_TKI = slots.add(gate_TKI, x_TH, self.pairs.get("gate_proj", {}))
         up_TKI = slots.add(up_TKI, x_TH, self.pairs.get("up_proj", {}))
         inner_TKI = self.base.act_fn(gate_TKI) * up_TKI
-        y_PH = ExpertMatmul.apply(inner_TKI.flatten(0, 1), self.base.down_proj, groups, 1)
+        y_PH = ExpertMatmul.apply(inner_TKI.flatten(0, 1), self.base.down_proj, groups)
         y_TKH = slots.add(y_PH.view(tokens, count, -1), inner_TKI, self.pairs.get("down_proj", {}))
         return (y_TKH * weights_TK[..., None]).sum(1).to(x_TH.dtype)
 

@@ -9,9 +9,10 @@ from torch.func import functional_call
 from engine.adapters import packed
 from engine.adapters.revision import make_manifest, validate, write_revision
 from engine.errors import AdapterError, BaseModelError
-from engine.training.model.experts import ExpertMatmul, SortedPairs
+from engine.training.model.experts import ExpertMatmul
 from engine.training.model.lora import ResidentBase
 from engine.training.service.session import CURRENT, Session
+from kernels.routed import group
 from tests.helpers.close_rows import close
 from tests.helpers.parity import merge
 from tests.helpers.real_model_page import DATA, ROWS, flat
@@ -273,7 +274,7 @@ def test_a_row_of_experts_and_its_gradient_do_not_depend_on_their_batch():
 
     def both(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         x = x_TD[:tokens].clone().requires_grad_()
-        y_PO = ExpertMatmul.apply(x, weight_EOD, SortedPairs.of(experts_TK[:tokens], 8), 2)
+        y_PO = ExpertMatmul.apply(x, weight_EOD, group(experts_TK[:tokens], 8))
         return y_PO.detach(), torch.autograd.grad(y_PO, x, dy_PO[: 2 * tokens])[0]
 
     y_PO, dx_TD = both(64)
