@@ -270,14 +270,16 @@ class ResidentBase:
     ) -> list[list[float]]:
         """Return each row's completion log-probabilities under an adapter, or with None the base.
 
-        `between` is called before each microbatch and may raise to end the call.
+        `between` is called before each round and may raise to end the call.
         """
         scored: dict[int, list[float]] = {}
-        with torch.no_grad(), self.using(adapter):
-            for batch in self.microbatches(rows):
+        with self.applied(adapter):
+            for batches in self.rounds(self.microbatches(rows)):
                 between()
-                parts = self.logprobs([rows[i] for i in batch]).split([rows[i].length for i in batch])
-                scored |= {i: part.tolist() for i, part in zip(batch, parts, strict=True)}
+                scores = self._call("score", [[rows[i] for i in batch] for batch in batches])
+                for batch, values in zip(batches, scores, strict=True):
+                    parts = values.split([rows[i].length for i in batch])
+                    scored |= {i: part.tolist() for i, part in zip(batch, parts, strict=True)}
         return [scored[i] for i in range(len(rows))]
 
     def greedy(
@@ -292,27 +294,50 @@ class ResidentBase:
 
         `between` is called after each token and may raise to end the call.
         """
+        rows: dict[int, TokenRow] = {}
+        longest = [TokenRow((*prompt, *[0] * limit), len(prompt)) for prompt in prompts]
+        failed: list[BaseException] = []
 
         def stops() -> bool:
-            between()
-            return False
+            try:
+                between()
+            except BaseException as error:
+                failed.append(error)
+            return bool(failed)
 
-        longest = [TokenRow((*prompt, *[0] * limit), len(prompt)) for prompt in prompts]
-        rows: dict[int, TokenRow] = {}
-        with torch.no_grad(), self.using(adapter), self._generating():
-            for batch in microbatches(longest, self.microbatch_tokens, shared=False):
-                completed = self._complete([longest[i].prompt for i in batch], ends, limit, stops)
-                rows |= zip(batch, completed, strict=True)
+        with self.applied(adapter):
+            for batches in self.rounds(microbatches(longest, self.microbatch_tokens, shared=False)):
+                parts = [[longest[i] for i in batch] for batch in batches]
+                completions = self._call("complete", parts, (tuple(ends), limit), stops)
+                if failed:
+                    raise failed[0]
+                for batch, completed in zip(batches, completions, strict=True):
+                    rows |= zip(batch, completed, strict=True)
         return [rows[i] for i in range(len(prompts))]
 
+    @contextmanager
+    def applied(self, adapter: Adapter | None) -> Iterator[None]:
+        """Let the rounds of `score` and `greedy` inside compute with an adapter, or with None the base."""
+        with torch.no_grad(), self.using(adapter):
+            yield
+
+    def _call(self, name: str, parts: Sequence[Any], given: Any = None, own: Any = None) -> list[Any]:
+        """Return the results of a round, `score` or `complete`: one for each of its batches."""
+        return [self._computed(name, rows, given, own) for rows in parts]
+
+    def _computed(self, name: str, rows: Sequence[TokenRow], given: Any, own: Any) -> Any:
+        return self.logprobs(rows) if name == "score" else self._complete(rows, given, own)
+
     def _complete(
-        self, asked: Sequence[tuple[int, ...]], ends: Collection[int], limit: int, stops: Callable[[], bool]
+        self, rows: Sequence[TokenRow], ending: tuple[Collection[int], int], stops: Callable[[], bool] | None
     ) -> list[TokenRow]:
         """Return prompts of one batch with their greedy completions; `stops` after a token ends them all."""
         from transformers import GenerationConfig, StoppingCriteriaList
 
+        asked, (ends, limit) = [row.prompt for row in rows], ending
+
         def ended(tokens_BS: Tensor, scores: Any) -> Tensor:
-            return torch.full((len(tokens_BS),), stops(), device=tokens_BS.device)
+            return torch.full((len(tokens_BS),), bool(stops and stops()), device=tokens_BS.device)
 
         # Override the base's own generation settings.
         settings = GenerationConfig(
@@ -326,17 +351,18 @@ class ResidentBase:
         width = max(map(len, asked))
         tokens_BS = torch.tensor([(0,) * (width - len(prompt)) + prompt for prompt in asked])
         start_B1 = torch.tensor([[width - len(prompt)] for prompt in asked])
-        found_BS = self.model.generate(
-            tokens_BS.to(self.device),
-            attention_mask=(torch.arange(width) >= start_B1).to(self.device),
-            generation_config=settings,
-            stopping_criteria=StoppingCriteriaList([ended]),
-        )
-        rows = []
+        with self._generating():
+            found_BS = self.model.generate(
+                tokens_BS.to(self.device),
+                attention_mask=(torch.arange(width) >= start_B1).to(self.device),
+                generation_config=settings,
+                stopping_criteria=StoppingCriteriaList([ended]),
+            )
+        completed = []
         for prompt, sampled in zip(asked, found_BS[:, width:].tolist(), strict=True):
             count = next((at for at, token in enumerate(sampled, 1) if token in ends), len(sampled))
-            rows.append(TokenRow((*prompt, *sampled[:count]), len(prompt)))
-        return rows
+            completed.append(TokenRow((*prompt, *sampled[:count]), len(prompt)))
+        return completed
 
     @contextmanager
     def _generating(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ Shape suffixes: _T completion tokens one after another.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.training.model.adapter import Adapter
 from engine.training.model.lora import Found, ResidentBase
-from engine.training.model.packing import Piece, Stream, TokenRow, microbatches
+from engine.training.model.packing import Piece, Stream, TokenRow
 from engine.training.model.ranks import Ranks
 
 # What a rank computes that has no microbatch in a round.
@@ -97,6 +97,8 @@ class ShardedBase(ResidentBase):
         finally:
             self._held = None
 
+    applied = holding
+
     def rounds(self, pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
         """Yield microbatches in their order, one for each rank."""
         for at in range(0, len(pieces), self.ranks.count):
@@ -125,50 +127,6 @@ class ShardedBase(ResidentBase):
         if failed:
             raise failed[0]
 
-    def score(
-        self, adapter: Adapter | None, rows: Sequence[TokenRow], between: Callable[[], None] = lambda: None
-    ) -> list[list[float]]:
-        """Return what the resident base returns; `between` is called before each round."""
-        scored: dict[int, list[float]] = {}
-        with self.holding(adapter):
-            for batches in self.rounds(self.microbatches(rows)):
-                between()
-                scores = self._call("score", [[rows[i] for i in batch] for batch in batches])
-                for batch, values in zip(batches, scores, strict=True):
-                    parts = values.split([rows[i].length for i in batch])
-                    scored |= {i: part.tolist() for i, part in zip(batch, parts, strict=True)}
-        return [scored[i] for i in range(len(rows))]
-
-    def greedy(
-        self,
-        adapter: Adapter | None,
-        prompts: Sequence[Sequence[int]],
-        ends: Collection[int],
-        limit: int,
-        between: Callable[[], None] = lambda: None,
-    ) -> list[TokenRow]:
-        """Return what the resident base returns; when `between` raises, it raises after the round."""
-        rows: dict[int, TokenRow] = {}
-        longest = [TokenRow((*prompt, *[0] * limit), len(prompt)) for prompt in prompts]
-        failed: list[BaseException] = []
-
-        def stops() -> bool:
-            try:
-                between()
-            except BaseException as error:
-                failed.append(error)
-            return bool(failed)
-
-        with self.holding(adapter):
-            for batches in self.rounds(microbatches(longest, self.microbatch_tokens, shared=False)):
-                parts = [[longest[i] for i in batch] for batch in batches]
-                completions = self._call("complete", parts, (tuple(ends), limit), stops)
-                if failed:
-                    raise failed[0]
-                for batch, completed in zip(batches, completions, strict=True):
-                    rows |= zip(batch, completed, strict=True)
-        return [rows[i] for i in range(len(prompts))]
-
     def follow(self) -> None:
         """Compute what rank 0 sends until it stops; the process ends when rank 0 is gone."""
         while True:
@@ -194,17 +152,10 @@ class ShardedBase(ResidentBase):
             self._learn(rows, given, own)
             return []
         with torch.no_grad(), self.using(self._held):
-            values = self.logprobs(rows).cpu() if name == "score" else self._completed(rows, given, own)
+            values = self._computed(name, rows, given, own)
         # Without a backward pass FSDP2 would remember the order of layers of each pass.
         self.model.reset_iter_state()
-        return self.ranks.gather(values)
-
-    def _completed(
-        self, rows: Sequence[TokenRow], given: tuple[Collection[int], int], stops: Callable[[], bool] | None
-    ) -> list[TokenRow]:
-        ends, limit = given
-        with self._generating():
-            return self._complete([row.prompt for row in rows], ends, limit, stops or (lambda: False))
+        return self.ranks.gather(values.cpu() if name == "score" else values)
 
     def _hold(self, shape: dict[str, tuple[int, float]] | None, own: Adapter | None) -> None:
         """Take the factors of rank 0's adapter, which rank 0 gives as `own`."""
