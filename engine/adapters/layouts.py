@@ -37,7 +37,6 @@ class ExpertLayout:
     """
 
     name: str
-    reason: str
     names: Mapping[str, str]
     a_axes: tuple[str, ...]
     b_axes: tuple[str, ...]
@@ -51,57 +50,25 @@ class ExpertLayout:
 FUSED = {"gate_up_proj": ".base_layer", "down_proj": ""}
 PACKED = {"gate_up_proj": ".gate_up_proj", "down_proj": ".down_proj"}
 SPLIT = {"gate_proj": ".w1", "up_proj": ".w3", "down_proj": ".w2"}
-PER_EXPERT = ExpertLayout(
-    "per-expert",
-    "Two matrices an expert and projection: what peft wrote while experts were linear modules.",
-    {},
-    ("R", "I"),
-    ("O", "R"),
-)
+# Two matrices an expert and projection: what peft wrote while experts were linear modules.
+PER_EXPERT = ExpertLayout("per-expert", {}, ("R", "I"), ("O", "R"))
 LAYOUTS = (
     PER_EXPERT,
-    # peft 0.21 ParamWrapper.get_delta_weight: A's rows are expert-major, B's columns are rank-major.
-    ExpertLayout(
-        "peft-fused",
-        "peft's target_parameters: down_proj is wrapped around gate_up_proj and owns the bare name.",
-        FUSED,
-        ("ER", "I"),
-        ("O", "RE"),
-    ),
-    # Megatron-Bridge pull request 5939, stack_3d_moe: peft's order of elements before it is flattened.
-    ExpertLayout(
-        "megatron-stacked",
-        "Megatron-Bridge for engines whose experts are one parameter: peft's names with the axes apart.",
-        FUSED,
-        ("E", "R", "I"),
-        ("O", "R", "E"),
-    ),
-    # Megatron-Bridge pull request 6075 pins (E, r, in) and (E, out, r) under the packed names.
-    ExpertLayout(
-        "megatron-3d",
-        "Megatron-Bridge by default: one tensor a layer and projection, experts first.",
-        PACKED,
-        ("E", "R", "I"),
-        ("E", "O", "R"),
-    ),
-    # sglang pull request 21466: gate_up's A and down's B have an expert axis of 1.
-    ExpertLayout(
-        "shared-outer",
-        "The factor next to the hidden state is one for all experts, so its expert axis is 1.",
-        PACKED,
-        ("E", "R", "I"),
-        ("E", "O", "R"),
-        broadcast=True,
-    ),
-    # vllm/lora/utils.py: enable_moe_shared_loras names the stacks experts.w1, w2 and w3.
-    ExpertLayout(
-        "shared-outer-split",
-        "The same with gate and up apart, as vLLM's enable_moe_shared_loras reads it.",
-        SPLIT,
-        ("E", "R", "I"),
-        ("E", "O", "R"),
-        broadcast=True,
-    ),
+    # peft's target_parameters: down_proj is wrapped around gate_up_proj and owns the bare name. By peft
+    # 0.21's ParamWrapper.get_delta_weight A's rows are expert-major, B's columns are rank-major.
+    ExpertLayout("peft-fused", FUSED, ("ER", "I"), ("O", "RE")),
+    # Megatron-Bridge for engines whose experts are one parameter: peft's names and order of elements with the
+    # axes apart (pull request 5939, stack_3d_moe).
+    ExpertLayout("megatron-stacked", FUSED, ("E", "R", "I"), ("O", "R", "E")),
+    # Megatron-Bridge by default: one tensor a layer and projection, experts first. Pull request 6075 pins
+    # (E, r, in) and (E, out, r) under the packed names.
+    ExpertLayout("megatron-3d", PACKED, ("E", "R", "I"), ("E", "O", "R")),
+    # The factor next to the hidden state is one for all experts: by sglang's pull request 21466 gate_up's A
+    # and down's B have an expert axis of 1.
+    ExpertLayout("shared-outer", PACKED, ("E", "R", "I"), ("E", "O", "R"), broadcast=True),
+    # The same with gate and up apart: enable_moe_shared_loras in vllm/lora/utils.py names the stacks
+    # experts.w1, w2 and w3.
+    ExpertLayout("shared-outer-split", SPLIT, ("E", "R", "I"), ("E", "O", "R"), broadcast=True),
 )
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 # Layouts in which the bare name of the experts is that of a projection.

@@ -44,7 +44,6 @@ class Family:
 
     name: str
     model_types: tuple[str, ...]
-    reason: str
     experts: tuple[str, ...] = ()
     inner: str = "moe_intermediate_size"
     shared: str | None = None
@@ -53,57 +52,34 @@ class Family:
     attention: Callable[[Mapping[str, Any]], Attention] = Attention
 
 
+# What the families with DeepSeek's experts share.
+DEEPSEEK: dict[str, Any] = {
+    "experts": ("n_routed_experts", "num_local_experts"),
+    "shared": "shared_experts",
+    "attention": latent_or_grouped,
+}
 FAMILIES = (
+    # Attention and one MLP in each layer; each projection is a linear module.
+    Family("dense", ("llama", "mistral", "qwen2", "qwen3")),
+    # Routed experts only; some layers may be dense (mlp_only_layers, decoder_sparse_step).
+    Family("Qwen3-MoE", ("qwen3_moe",), experts=("num_experts", "num_local_experts")),
+    # Latent attention, dense first layers, shared experts as one MLP; also Moonlight and Kimi-K2.
+    Family("DeepSeek-V3", ("deepseek_v3", "kimi_k2"), **DEEPSEEK),
+    # DeepSeek-V3 with attention to the keys that an indexer picks. The indexer carries no LoRA: transformers
+    # computes it under no_grad, and its top-k passes no gradient.
+    Family("DeepSeek-V3.2", ("deepseek_v32",), **DEEPSEEK),
+    # DeepSeek's experts under grouped-query attention (latent attention in lite and dsa).
+    Family("GLM-MoE", ("glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), **DEEPSEEK),
+    # The rows of gate and up alternate in the fused parameter, as transformers' GptOssExperts takes gate as
+    # [..., ::2] and up as [..., 1::2]; every other family puts up after gate.
     Family(
-        "dense",
-        ("llama", "mistral", "qwen2", "qwen3"),
-        "Attention and one MLP in each layer; each projection is a linear module.",
+        "GPT-OSS", ("gpt_oss",), experts=("num_local_experts",), inner="intermediate_size", interleaved=True
     ),
-    Family(
-        "Qwen3-MoE",
-        ("qwen3_moe",),
-        "Routed experts only; some layers may be dense (mlp_only_layers, decoder_sparse_step).",
-        experts=("num_experts", "num_local_experts"),
-    ),
-    Family(
-        "DeepSeek-V3",
-        ("deepseek_v3", "kimi_k2"),
-        "Latent attention, dense first layers, shared experts as one MLP; also Moonlight and Kimi-K2.",
-        experts=("n_routed_experts", "num_local_experts"),
-        shared="shared_experts",
-        attention=latent_or_grouped,
-    ),
-    Family(
-        "DeepSeek-V3.2",
-        ("deepseek_v32",),
-        # transformers computes the indexer under no_grad: its top-k passes no gradient.
-        "DeepSeek-V3 with attention to the keys that an indexer picks; the indexer carries no LoRA.",
-        experts=("n_routed_experts", "num_local_experts"),
-        shared="shared_experts",
-        attention=latent_or_grouped,
-    ),
-    Family(
-        "GLM-MoE",
-        ("glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
-        "DeepSeek's experts under grouped-query attention (latent attention in lite and dsa).",
-        experts=("n_routed_experts", "num_local_experts"),
-        shared="shared_experts",
-        attention=latent_or_grouped,
-    ),
-    Family(
-        "GPT-OSS",
-        ("gpt_oss",),
-        # transformers' GptOssExperts takes gate as [..., ::2] and up as [..., 1::2].
-        "The rows of gate and up alternate in the fused parameter; every other family puts up after gate.",
-        experts=("num_local_experts",),
-        inner="intermediate_size",
-        interleaved=True,
-    ),
+    # Per-expert files name the modules block_sparse_moe and w1, w3, w2. transformers' conversion_mapping:
+    # block_sparse_moe is mlp, w1 and w3 are gate_up_proj, w2 down_proj.
     Family(
         "Mixtral",
         ("mixtral",),
-        # transformers' conversion_mapping: block_sparse_moe is mlp, w1 and w3 are gate_up_proj, w2 down_proj.
-        "Per-expert files name the modules block_sparse_moe and w1, w3, w2 (gate, up, down).",
         experts=("num_local_experts",),
         inner="intermediate_size",
         renames={"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"},
