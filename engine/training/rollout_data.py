@@ -6,7 +6,7 @@ still train.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,10 +26,11 @@ from engine.settings.policies import PolicyConfig
 from engine.threads import background
 from engine.training.line_of_training import Line
 from engine.training.sample_groups import Sample, SamplesGroups, Sampling, sample_groups
-from engine.training.service.protocol import Datum, EncodedText, ModelInput, TensorData
+from engine.training.service.protocol import Datum, EncodedText, InputName, ModelInput, TensorData
 
 # Groups without spread are replaced by this many times `groups` problems at most.
 REFILLS = 1
+InputValues = Mapping[InputName, Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -286,16 +287,25 @@ def teaches(judged: Judged, config: PolicyConfig, learned_tokens: int) -> bool:
 
 def datum(prompt: Sequence[int], sample: Sample, advantage: float) -> Datum:
     """Return one sample in the trainer's format: all tokens but the last, and values for the next tokens."""
-    tokens = [*prompt, *sample.tokens]
-    before, after = len(prompt) - 1, len(sample.tokens)
-    inputs = {
-        "target_tokens": TensorData(data=[float(token) for token in tokens[1:]], dtype="int64"),
-        "weights": TensorData(data=[0.0] * before + [1.0] * after),
-        "logprobs": TensorData(data=[0.0] * before + list(sample.logprobs)),
-        "advantages": TensorData(data=[0.0] * before + [advantage] * after),
-    }
-    return Datum(
-        model_input=ModelInput(chunks=[EncodedText(tokens=tokens[:-1])]),
-        loss_fn_inputs=inputs,
-        routed_experts=sample.routed_experts,
-    )
+    advantages = [advantage] * len(sample.tokens)
+    values: InputValues = {"logprobs": sample.logprobs, "advantages": advantages}
+    return answer_datum(prompt, sample.tokens, values, sample.routed_experts)
+
+
+def answer_datum(
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    values: InputValues | None = None,
+    routed_experts: str | None = None,
+) -> Datum:
+    """Return a prompt and its answer in the trainer's format; only the answer's tokens have a loss.
+
+    `values` are further loss inputs, with a value for each token of the answer.
+    """
+    tokens = [*prompt, *answer]
+    of_answer: InputValues = {"weights": [1.0] * len(answer), **(values or {})}
+    before = [0.0] * (len(prompt) - 1)
+    inputs = {name: TensorData(data=[*before, *each]) for name, each in of_answer.items()}
+    inputs["target_tokens"] = TensorData(data=[float(token) for token in tokens[1:]], dtype="int64")
+    model_input = ModelInput(chunks=[EncodedText(tokens=tokens[:-1])])
+    return Datum(model_input=model_input, loss_fn_inputs=inputs, routed_experts=routed_experts)

@@ -21,16 +21,9 @@ from engine.problems.procedural import VALIDATION, Problem, stream
 from engine.problems.rows import Message
 from engine.settings.losses import LOSS_SETTINGS
 from engine.settings.policies import PolicyConfig
-from engine.training.rollout_data import Source
+from engine.training.rollout_data import Source, answer_datum
 from engine.training.run import Run, learning_rate
-from engine.training.service.protocol import (
-    AdamParams,
-    Datum,
-    EncodedText,
-    ModelInput,
-    SessionInfo,
-    TensorData,
-)
+from engine.training.service.protocol import AdamParams, Datum, SessionInfo
 from engine.training.service.train_step import TrainStep
 
 # Validations of a run at most, and the rows that each reads.
@@ -66,17 +59,6 @@ def taught(source: Source, problem: Problem) -> Iterator[Datum]:
                 source.prompt_ids(turns[:number]), answer_ids(source.tokenizer, turn["content"])
             )
     yield answer_datum(source.prompt_ids(problem.asked), answer_ids(source.tokenizer, problem.answer))
-
-
-def answer_datum(prompt: Sequence[int], answer: Sequence[int]) -> Datum:
-    """Return a prompt and its answer in the trainer's format; only the answer's tokens have a loss."""
-    tokens = [*prompt, *answer]
-    weights = [0.0] * (len(prompt) - 1) + [1.0] * len(answer)
-    inputs = {
-        "target_tokens": TensorData(data=[float(token) for token in tokens[1:]], dtype="int64"),
-        "weights": TensorData(data=weights),
-    }
-    return Datum(model_input=ModelInput(chunks=[EncodedText(tokens=tokens[:-1])]), loss_fn_inputs=inputs)
 
 
 def supervised_step(run: Run, session: SessionInfo) -> SessionInfo:
