@@ -75,10 +75,9 @@ class Backend:
 
     def described(self) -> dict[str, Any]:
         """Return the resident base as a supported model."""
-        longest = self.params.engine.max_model_len
         return {
             "model_name": self.base_name,
-            "max_context_length": longest,
+            "max_context_length": self.params.engine.max_model_len,
             "trainable": True,
             "sampleable": True,
         }

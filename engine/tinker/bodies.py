@@ -105,10 +105,9 @@ class ModelSent(Sent):
     model_id: Id
 
 
-class NumberedSent(Sent):
+class NumberedSent(ModelSent):
     """A call in a model's order."""
 
-    model_id: Id
     seq_id: ModelSeq
 
 
@@ -129,20 +128,16 @@ class OptimizerParamsSent(AdamSent):
     type: Annotated[str, Field(max_length=64)] = "adamw"
 
 
-class OptimStepSent(Sent):
+class OptimStepSent(NumberedSent):
     """A step of a model's optimizer."""
 
-    model_id: Id
-    seq_id: ModelSeq
     adam_params: AdamSent | None = None
     optimizer_params: OptimizerParamsSent | None = None
 
 
-class SaveSent(Sent):
+class SaveSent(NumberedSent):
     """A checkpoint to save."""
 
-    model_id: Id
-    seq_id: ModelSeq
     path: Name | None = None
     sampling_session_seq_id: Seq | None = None
     kind: Annotated[str, Field(max_length=32)] | None = None

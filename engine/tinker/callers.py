@@ -1,7 +1,6 @@
 """Whose key a call carries, remembered for a moment: a client polls for each of its results."""
 
 import time
-from collections.abc import Awaitable, Callable
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -18,11 +17,14 @@ API, HEALTHZ = "/api/v1/", "/api/v1/healthz"
 KNOWN_S, MOST_KNOWN = 2.0, 1024
 
 
-class Callers:
-    """The keys of an installation. Used on the event loop only."""
+class KeyFirst:
+    """Check the key of a call before a byte of its body is read; the route finds it in `state.key`.
 
-    def __init__(self, models: Models):
-        self.models = models
+    Used on the event loop only.
+    """
+
+    def __init__(self, app: ASGIApp, models: Models):
+        self.app, self.models = app, models
         self._known: dict[str, tuple[Key, float]] = {}
 
     async def find(self, plaintext: str) -> Key:
@@ -48,13 +50,6 @@ class Callers:
             self._known.clear()
         self._known[plaintext] = key, now + KNOWN_S
         return key
-
-
-class KeyFirst:
-    """Check the key of a call before a byte of its body is read; the route finds it in `state.key`."""
-
-    def __init__(self, app: ASGIApp, find: Callable[[str], Awaitable[Key]]):
-        self.app, self.find = app, find
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a call on, or answer why its key is refused."""

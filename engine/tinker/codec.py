@@ -5,6 +5,7 @@ Sparse tensors (CSR) become dense here; nothing behind this module knows of them
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,7 @@ def read_batch(body: bytes) -> WireBatch:
 
 def _refuse_large(data: Sequence[Any]) -> None:
     shapes = (tensor.shape for datum in data for tensor in datum.loss_fn_inputs.values())
-    values = sum(_size(shape) for shape in shapes if all(size > 0 for size in shape))
+    values = sum(prod(shape) for shape in shapes if all(size > 0 for size in shape))
     if values > MOST_VALUES:
         raise ConfigError(f"The tensors have {values} values, over {MOST_VALUES}. Send fewer data in a call.")
 
@@ -120,7 +121,7 @@ def read_tensor(message: Any, what: str) -> Array:
         return _dense(message.sparse_csr, values, shape, what)
     if not shape:
         shape = values.shape
-    if _size(shape) != values.size:
+    if prod(shape) != values.size:
         raise ConfigError(f"{what} has {values.size} values, but the shape {shape}. Make them agree.")
     return values.reshape(shape)
 
@@ -142,13 +143,6 @@ def _dense(message: Any, values: Array, shape: tuple[int, ...], what: str) -> Ar
     dense = np.zeros(shape, values.dtype)
     dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
     return dense
-
-
-def _size(shape: Sequence[int]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
 
 
 def _numbers(data: bytes, dtype: str, what: str) -> Array:

@@ -36,10 +36,8 @@ NOT_SUPPORTED = (
 )
 
 
-@dataclass(frozen=True)
-class _WaitingSample:
-    promise: Promise
-    body: bodies.SampleSent
+# A call that waits: its promise, and what was asked.
+_Call = tuple[Promise, bodies.SampleSent]
 
 
 class _SampleBatch:
@@ -47,18 +45,18 @@ class _SampleBatch:
 
     def __init__(self, served: str, plaintext: str, timer: asyncio.TimerHandle):
         self.served, self.plaintext, self.timer = served, plaintext, timer
-        self.calls: list[_WaitingSample] = []
+        self.calls: list[_Call] = []
         self.tokens = self.drawn = 0
 
-    def add(self, call: _WaitingSample) -> bool:
+    def add(self, promise: Promise, body: bodies.SampleSent) -> bool:
         """Add a call; say whether the group is full."""
-        self.calls.append(call)
-        self.tokens += sum(len(chunk.tokens) for chunk in call.body.prompt.chunks)
-        self.drawn += call.body.num_samples
+        self.calls.append((promise, body))
+        self.tokens += sum(len(chunk.tokens) for chunk in body.prompt.chunks)
+        self.drawn += body.num_samples
         return (
             len(self.calls) >= MOST_PROMPTS
             or self.tokens >= MOST_TOKENS
-            or self.drawn + call.body.num_samples > MOST_DRAWN
+            or self.drawn + body.num_samples > MOST_DRAWN
         )
 
 
@@ -107,7 +105,7 @@ class SampleBatcher:
         if group is None:
             timer = asyncio.get_running_loop().call_later(TOGETHER_S, self._send, kind)
             group = self._groups[kind] = _SampleBatch(served, plaintext, timer)
-        if group.add(_WaitingSample(promise, body)):
+        if group.add(promise, body):
             group.timer.cancel()
             self._send(kind)
 
@@ -117,9 +115,9 @@ class SampleBatcher:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _sample(self, served: str, plaintext: str, calls: list[_WaitingSample]) -> None:
+    async def _sample(self, served: str, plaintext: str, calls: list[_Call]) -> None:
         queue = self._queues[plaintext]
-        requests = [call.body for call in calls]
+        requests = [body for _, body in calls]
         patience_s = PATIENCE_S if len(calls) == 1 else PATIENCE_TOGETHER_S
 
         def work() -> list[bytes]:
@@ -135,9 +133,9 @@ class SampleBatcher:
             parts = [calls[start : start + size] for start in range(0, len(calls), size)]
             await asyncio.gather(*(self._sample(served, plaintext, part) for part in parts))
             return
-        for number, call in enumerate(calls):
+        for number, (promise, _) in enumerate(calls):
             result = results if isinstance(results, Result) else Result(results[number], PROTOBUF)
-            self.promises.keep(call.promise, result)
+            self.promises.keep(promise, result)
         queue.waiting -= len(calls)
         if not queue.waiting:
             self._queues.pop(plaintext, None)

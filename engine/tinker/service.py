@@ -34,7 +34,7 @@ from engine.threads import Work
 from engine.tinker import bodies
 from engine.tinker.backend import Backend
 from engine.tinker.body_limit import BodyLimit, decompressed
-from engine.tinker.callers import HEALTHZ, Callers, KeyFirst
+from engine.tinker.callers import HEALTHZ, KeyFirst
 from engine.tinker.codec import UnreadData, read_batch
 from engine.tinker.models import NOT_TRAINED, SAMPLER, TYPES, WEIGHTS, Models
 
@@ -59,7 +59,7 @@ def make_app(models: Models) -> FastAPI:
         lifespan=_lifespan(models),
     )
     app.add_middleware(BodyLimit)
-    app.add_middleware(KeyFirst, find=Callers(models).find)
+    app.add_middleware(KeyFirst, models=models)
     app.add_exception_handler(GraftworkError, _answer_error)  # type: ignore[arg-type]
     app.add_exception_handler(RequestValidationError, _invalid(models))  # type: ignore[arg-type]
 
