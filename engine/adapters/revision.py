@@ -98,13 +98,7 @@ def _describe(key: str, tensor: torch.Tensor) -> tuple[str, str, int, list[int],
     module, side = split_key(key)
     expert = EXPERT.fullmatch(module)
     number = int(expert["number"]) if expert else -1
-    return (
-        module,
-        side,
-        number,
-        list(tensor.shape),
-        str(tensor.dtype).removeprefix("torch."),
-    )
+    return module, side, number, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
 def split_key(key: str) -> tuple[str, str]:

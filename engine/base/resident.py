@@ -79,7 +79,7 @@ def ensure_base(config: BaseConfig, paths: Paths, progress: Progress | None = No
         path = paths.bases / made.directory
         _make_once(made, path, progress or (lambda step, steps, note: None))
     else:
-        path = _find(config)
+        path = _local(config.name) or _ask_hub(config)
     _check(config.name, path)
     return BaseInfo(Path(config.name).name, path, base_digest(path), text_files(path))
 
@@ -119,10 +119,6 @@ def base_config(config: BaseConfig, paths: Paths) -> dict[str, Any]:
         )
     _refuse_own_code(config.name, file.parent)
     return dict(json.loads(file.read_text()))
-
-
-def _find(config: BaseConfig) -> Path:
-    return _local(config.name) or _ask_hub(config)
 
 
 def _local(name: str) -> Path | None:

@@ -26,7 +26,7 @@ from engine.adapters.revision import (
 )
 from engine.base.families import DROPPED_ON_CUDA, BaseShapes
 from engine.base.resident import ensure_base
-from engine.catalog.catalog import Catalog, Policy, Revision, text_digests
+from engine.catalog.catalog import Catalog, Policy, text_digests
 from engine.catalog.opening import open_catalog
 from engine.errors import AdapterError, BaseModelError, NotFound
 from engine.planning.gpu import cuda_bytes
@@ -125,11 +125,7 @@ def directory_from_store(params: Params, policy: str, digest: str, target: Path)
         row = catalog.revisions.get(policy, digest)
         with closing(open_store(params)) as store:
             tensors = stored_tensors(catalog, store, row)
-    return write_revision(target, tensors, _manifest(row, tensors), {})
-
-
-def _manifest(row: Revision, tensors: Tensors) -> Manifest:
-    return Manifest(
+    manifest = Manifest(
         digest=row.digest,
         base_digest=row.base,
         policy=row.policy,
@@ -142,6 +138,7 @@ def _manifest(row: Revision, tensors: Tensors) -> Manifest:
         code_version=code_version(),
         created_at=row.created_at,
     )
+    return write_revision(target, tensors, manifest, {})
 
 
 def has_probe(directory: Path) -> bool:

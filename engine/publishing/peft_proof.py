@@ -9,9 +9,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 
 from safetensors.torch import load_file, save_file
 
@@ -47,7 +47,7 @@ def left_out_reason(base: BaseInfo, dtype: str, layout: str, family: str) -> str
     return None
 
 
-class PeftProof:
+class PeftProof(AbstractContextManager["PeftProof"]):
     """peft's process for one adapter, which loads while the effect probe is computed; ended as a context."""
 
     def __init__(self, base: BaseInfo, directory: Path, dtype: str):
@@ -62,13 +62,7 @@ class PeftProof:
             text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
         )  # fmt: skip
 
-    def __enter__(self) -> "PeftProof":
-        """Return the proof itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """End the process, whatever it is at."""
         self._process.kill()
         self._process.communicate()

@@ -84,13 +84,12 @@ class RoutingPlan:
     """The assignment of tokens to segments; made once for a layer's step, for all its factors.
 
     `tokens` (L): the tokens with an adapter (None: every token). `slots` (L): their adapters. `experts`
-    (L, K): their experts. `tile` forces a tile size (None: the cheapest).
+    (L, K): their experts.
     """
 
     tokens: Tensor | None
     slots: Tensor
     experts: Tensor
-    tile: int | None = None
     _sizes: dict[tuple[int, int], int] = field(default_factory=dict)
     _tiles: dict[tuple[int, int, int], Tiles] = field(default_factory=dict)
 
@@ -113,8 +112,6 @@ class RoutingPlan:
 
     def size(self, experts: int, each: int, elements: int) -> int:
         """Return the cheapest tile size for the pairs of `segments`, with factors of `elements` elements."""
-        if self.tile is not None:
-            return self.tile
         if len(self.slots) * each * elements <= COPIED_WITHOUT_TILES:
             return 1
         key = (experts, each)

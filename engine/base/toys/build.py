@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.base.progress import Progress
-from engine.base.prompts import prompt_ids
+from engine.base.prompts import answer_ids, prompt_ids
 from engine.base.toys.recipes import Recipe
 from engine.problems.procedural import CONTRACTS, TASKS, render, stream
 
@@ -110,11 +110,7 @@ def _train_tokenizer(recipe: Recipe, texts: list[str]) -> Any:
 
 def encode(tokenizer: Any, examples: list[tuple[str, str]]) -> list[Pair]:
     """Return each example's token ids: the question as a chat, and the answer with its end."""
-    end = tokenizer.eos_token_id
-    return [
-        (prompt_ids(tokenizer, question), [*tokenizer.encode(answer, add_special_tokens=False), end])
-        for question, answer in examples
-    ]
+    return [(prompt_ids(tokenizer, question), answer_ids(tokenizer, answer)) for question, answer in examples]
 
 
 def _new_model(recipe: Recipe, tokenizer: Any) -> Any:
