@@ -4,7 +4,6 @@ A call that is cut into chunks sends its first chunk last; what comes early wait
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -15,9 +14,8 @@ import orjson
 from engine.catalog.catalog import Catalog
 from engine.catalog.tinker_records import TinkerCheckpoint, TinkerModel, TinkerResult, TinkerSampler
 from engine.errors import Busy, GraftworkError, NotFound, ServiceError
-from engine.tinker.results import BROKEN, Promise, Promises, Result, error_result, failed
+from engine.tinker.results import Promise, Promises, Result, error_result
 
-logger = logging.getLogger(__name__)
 # Calls of a model that wait: chunks of one call, and the next pairs of steps.
 MOST_HELD = 4096
 NO_MODEL = "There is no such model. Create one, or load a checkpoint."
@@ -144,16 +142,14 @@ class Lines:
                 self.reopen(before)
                 line.is_open = True
             done = work(after)
-        except GraftworkError as error:
-            if isinstance(error, ServiceError) and not isinstance(error, Busy):
+        except Exception as error:
+            if not isinstance(error, GraftworkError) or (
+                isinstance(error, ServiceError) and not isinstance(error, Busy)
+            ):
                 # What the trainer has gathered is not known. The next call opens the session again.
                 line.is_open = False
-            done = Done(after, error_result(error), durable=False)
-        except Exception:
-            # The line must go on: a client polls for this result.
-            logger.exception("A call of the model %s failed", before.id)
-            line.is_open = False
-            done = Done(after, failed(BROKEN, by_user=False), durable=False)
+            result = error_result(error, f"A call of the model {before.id} failed")
+            done = Done(after, result, durable=False)
         line.model = done.model
         durable = (
             TinkerResult(promise.id, promise.tenant, orjson.loads(done.result.body), now)
@@ -162,9 +158,6 @@ class Lines:
         )
         try:
             self.catalog.tinker.advance(done.model, *filter(None, (durable, done.made)))
-        except ServiceError as error:
-            return error_result(error)
-        except Exception:
-            logger.exception("A call of the model %s was not stored", before.id)
-            return failed(BROKEN, by_user=False)
+        except Exception as error:
+            return error_result(error, f"A call of the model {before.id} was not stored")
         return done.result

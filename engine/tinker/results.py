@@ -5,6 +5,7 @@ so that they outlive this process; the others are gone with it, and the client r
 """
 
 import asyncio
+import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ import orjson
 
 from engine.errors import Busy, GraftworkError
 
+logger = logging.getLogger(__name__)
 BROKEN = "The server failed; its log has the cause."
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 # Finished results in memory: some 10,000 samples, or an hour of forward_backward of 256 x 512 tokens.
@@ -32,15 +34,19 @@ class Result:
         return cls(orjson.dumps(body))
 
 
-def failed(sentence: str, by_user: bool) -> Result:
-    """Return the answer of a call that failed; the SDK raises `RequestFailedError` with the sentence."""
+def error_result(error: Exception, what: str) -> Result:
+    """Return the answer of a call that failed; the SDK raises `RequestFailedError` with its sentence.
+
+    A client polls for it, whatever ended the call. `what` failed goes to the log, unless it is one of our
+    errors.
+    """
+    sentence, by_user = BROKEN, False
+    if isinstance(error, GraftworkError):
+        sentence, by_user = str(error), error.status < 500 and not isinstance(error, Busy)
+    else:
+        logger.error("%s", what, exc_info=error)
     body = orjson.dumps({"error": sentence, "category": "user" if by_user else "server"})
     return Result(body, is_users=by_user)
-
-
-def error_result(error: GraftworkError) -> Result:
-    """Return the answer of a call that one of our errors has ended."""
-    return failed(str(error), by_user=error.status < 500 and not isinstance(error, Busy))
 
 
 @dataclass(eq=False)

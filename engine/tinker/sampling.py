@@ -4,18 +4,16 @@ Recipes ask for each rollout by a call of its own, hundreds at once.
 """
 
 import asyncio
-import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.errors import Busy, ConfigError, GraftworkError
+from engine.errors import Busy, ConfigError
 from engine.tinker import bodies
 from engine.tinker.backend import Backend
-from engine.tinker.results import BROKEN, PROTOBUF, Promise, Promises, Result, error_result, failed
+from engine.tinker.results import PROTOBUF, Promise, Promises, Result, error_result
 
-logger = logging.getLogger(__name__)
 # Requests to the engine at once.
 REQUESTS = 96
 # Samples of a key that wait or run; beyond them its client pauses.
@@ -156,9 +154,5 @@ async def outcome_of(executor: ThreadPoolExecutor, work: Callable[[], Any]) -> A
     """Return what `work` returns in a thread, or the `Result` that tells its error."""
     try:
         return await asyncio.get_running_loop().run_in_executor(executor, work)
-    except GraftworkError as error:
-        return error_result(error)
-    except Exception:
-        # A client polls for this result.
-        logger.exception("A call failed")
-        return failed(BROKEN, by_user=False)
+    except Exception as error:
+        return error_result(error, "A call failed")

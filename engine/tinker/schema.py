@@ -13,63 +13,25 @@ from google.protobuf.message_factory import GetMessageClass
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
 STOP, LENGTH = 0, 1
 PACKAGE = "graftwork.tinker"
-# Message -> its fields by number: name and type. `*` repeats a field, `map:` is a map from strings, `?` has
-# presence, `|` is one of a message's alternatives. A name with a capital is another message.
-MESSAGES: dict[str, dict[int, tuple[str, str]]] = {
-    "Bytes": {1: ("data", "bytes")},
-    "Image": {
-        1: ("data", "bytes"),
-        2: ("format", "string"),
-        3: ("expected_tokens", "int32?"),
-    },
-    "Chunk": {1: ("encoded_text", "Bytes|"), 2: ("image", "Image|"), 3: ("dmel", "Bytes|")},
-    "Sparse": {1: ("values", "bytes"), 2: ("crow_indices", "bytes"), 3: ("col_indices", "bytes")},
-    "Tensor": {
-        1: ("dense", "bytes|"),
-        2: ("sparse_csr", "Sparse|"),
-        3: ("dtype", "int32"),
-        4: ("shape", "int64*"),
-    },
-    "Datum": {1: ("model_input", "Chunk*"), 2: ("loss_fn_inputs", "map:Tensor")},
-    "Setting": {1: ("number", "double|"), 2: ("text", "string|")},
-    "ForwardBackwardRequest": {
-        1: ("model_id", "string"),
-        2: ("seq_id", "int32"),
-        3: ("data", "Datum*"),
-        4: ("loss_fn", "string"),
-        5: ("loss_fn_config", "map:double"),
-        6: ("forward_only", "bool"),
-        7: ("loss_fn_config_v2", "map:Setting"),
-    },
-    "BatchedTensor": {
-        1: ("data", "bytes"),
-        2: ("offsets", "bytes"),
-        3: ("dtype", "int32"),
-        4: ("trailing_shape", "int64*"),
-    },
-    "ArrayRecord": {
-        1: ("type_tag", "string"),
-        2: ("fields", "map:BatchedTensor"),
-        3: ("num_datums", "int64"),
-    },
-    "ForwardBackwardOutput": {
-        1: ("loss_fn_output_type", "string"),
-        2: ("loss_fn_outputs", "ArrayRecord*"),
-        3: ("metrics", "map:double"),
-    },
-    "TopkLogprobs": {
-        1: ("token_ids", "bytes"),
-        2: ("logprobs", "bytes"),
-        3: ("k", "uint32"),
-        4: ("length", "uint32"),
-    },
-    "SampledSequence": {1: ("stop_reason", "int32"), 2: ("tokens", "bytes"), 3: ("logprobs", "bytes?")},
-    "SampleResponse": {
-        1: ("sequences", "SampledSequence*"),
-        2: ("prompt_logprobs", "bytes?"),
-        3: ("topk_prompt_logprobs", "TopkLogprobs?"),
-        4: ("prompt_cache_hit_tokens", "int32"),
-    },
+# Message -> its fields, numbered from 1: name and type. `*` repeats a field, `map:` is a map from strings,
+# `?` has presence, `|` is one of a message's alternatives. A name with a capital is another message.
+MESSAGES = {
+    "Bytes": "data bytes",
+    "Image": "data bytes, format string, expected_tokens int32?",
+    "Chunk": "encoded_text Bytes|, image Image|, dmel Bytes|",
+    "Sparse": "values bytes, crow_indices bytes, col_indices bytes",
+    "Tensor": "dense bytes|, sparse_csr Sparse|, dtype int32, shape int64*",
+    "Datum": "model_input Chunk*, loss_fn_inputs map:Tensor",
+    "Setting": "number double|, text string|",
+    "ForwardBackwardRequest": "model_id string, seq_id int32, data Datum*, loss_fn string, "
+    "loss_fn_config map:double, forward_only bool, loss_fn_config_v2 map:Setting",
+    "BatchedTensor": "data bytes, offsets bytes, dtype int32, trailing_shape int64*",
+    "ArrayRecord": "type_tag string, fields map:BatchedTensor, num_datums int64",
+    "ForwardBackwardOutput": "loss_fn_output_type string, loss_fn_outputs ArrayRecord*, metrics map:double",
+    "TopkLogprobs": "token_ids bytes, logprobs bytes, k uint32, length uint32",
+    "SampledSequence": "stop_reason int32, tokens bytes, logprobs bytes?",
+    "SampleResponse": "sequences SampledSequence*, prompt_logprobs bytes?, "
+    "topk_prompt_logprobs TopkLogprobs?, prompt_cache_hit_tokens int32",
 }
 
 
@@ -102,8 +64,8 @@ def _classes() -> dict[str, Any]:
     file = FileDescriptorProto(name="graftwork_tinker.proto", package=PACKAGE, syntax="proto3")
     for title, fields in MESSAGES.items():
         message = file.message_type.add(name=title)
-        for number, (name, kind) in fields.items():
-            _add_field(message, number, name, kind)
+        for number, field in enumerate(fields.split(", "), 1):
+            _add_field(message, number, *field.split())
     pool = DescriptorPool()
     pool.Add(file)
     return {name: GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}")) for name in MESSAGES}
