@@ -57,14 +57,8 @@ class Corrected:
     capped_T: Tensor
 
 
-def uncorrected(tokens: Tokens) -> Corrected:
-    """Return the tokens unchanged, for a loss without samples."""
-    none_T = torch.zeros_like(tokens.old_T, dtype=torch.bool)
-    return Corrected(tokens, torch.ones_like(tokens.old_T), {}, none_T)
-
-
 def correct(tokens: Tokens, config: LossConfig) -> Corrected:
-    """Return the tokens with the enabled corrections.
+    """Return the tokens with the enabled corrections, of which losses without samples have none.
 
     tis: rho up to a cap (Yao et al., "Your efficient RL framework secretly brings you off-policy RL
     training", 2025; as in V-trace, arXiv 1802.01561). icepop: rho within its band, and 0 outside
@@ -152,7 +146,7 @@ class Objective:
 
     def terms(self, tokens: Tokens) -> tuple[Tensor, Tensor, Corrected]:
         """Return each token's part of the loss (T), the mask of clipped tokens (T), and the corrections."""
-        corrected = correct(tokens, self.config) if self.loss.sampled else uncorrected(tokens)
+        corrected = correct(tokens, self.config)
         term_T, clipped_T = self.loss.terms(corrected.tokens, self.values)
         if self.config.kl:
             assert tokens.base_T is not None

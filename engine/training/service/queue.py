@@ -74,13 +74,11 @@ class Operation:
             self.future.set_exception(error)
 
 
-def alone(first: Sequence[Operation]) -> Sequence[Operation]:
-    """Choose the operation whose turn it is; `first` holds each line's first operation, in turn order."""
-    return first[:1]
-
-
 def joined(first: Sequence[Operation]) -> Sequence[Operation]:
-    """Choose the first operation and, if it can join, all others that can."""
+    """Choose the first operation and, if it can join, all others that can.
+
+    `first` holds each line's first operation, in turn order.
+    """
     return [one for one in first if one.can_join] if first[0].can_join else first[:1]
 
 
@@ -107,7 +105,7 @@ class Queue:
         self,
         of_line: int,
         of_all: int,
-        choose: Callable[[Sequence[Operation]], Sequence[Operation]] = alone,
+        choose: Callable[[Sequence[Operation]], Sequence[Operation]] = joined,
         perform: Callable[[Sequence[Operation]], None] = perform_each,
     ):
         self.of_line, self.of_all, self.choose, self.perform = of_line, of_all, choose, perform

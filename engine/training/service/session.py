@@ -134,10 +134,18 @@ class Session:
         return request_id in self.journal.done
 
     def save(self, *names: str) -> Path:
-        """Store the session atomically, under each name and as the current state."""
+        """Store the session atomically, under each name and as the current state.
+
+        Raises `ServiceError` when writing fails; the previous state is then intact.
+        """
         paths = [state_file(self.directory, name) for name in (*names, CURRENT)]
-        with state.storing(self.directory):
+        try:
             state.write(self._state(self.journal.flush()), paths)
+        except OSError as error:
+            raise ServiceError(
+                f"Could not store a session in {self.directory}: {error.strerror}. "
+                "Free some disk space and repeat the step; the last stored step is intact."
+            ) from None
         self.journal.commit()
         return paths[0]
 

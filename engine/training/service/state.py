@@ -14,8 +14,7 @@ kill leaves after them is ignored and overwritten.
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -35,10 +34,7 @@ Row = Mapping[str, Any]
 
 
 def write(state: Mapping[str, Any], paths: Sequence[Path]) -> None:
-    """Store a state at every path, the last path last: write a draft, fsync, rename, fsync the directory.
-
-    Use it within `storing`.
-    """
+    """Store a state at every path, the last path last: write a draft, fsync, rename, fsync the directory."""
     directory, last = paths[-1].parent, paths[-1]
     directory.mkdir(parents=True, exist_ok=True)
     draft, link = last.with_suffix(".draft"), last.with_suffix(".link")
@@ -57,18 +53,6 @@ def write(state: Mapping[str, Any], paths: Sequence[Path]) -> None:
         raise
     # Without this fsync a power failure could undo a step that was answered.
     sync(directory)
-
-
-@contextmanager
-def storing(directory: Path) -> Iterator[None]:
-    """Raise `ServiceError` when writing inside fails; the previous state is then intact."""
-    try:
-        yield
-    except OSError as error:
-        raise ServiceError(
-            f"Could not store a session in {directory}: {error.strerror}. "
-            "Free some disk space and repeat the step; the last stored step is intact."
-        ) from None
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 
 from engine.errors import Busy, Cancelled, ConfigError, Conflict, NotFound, ServiceError
 from engine.training.service.protocol import OptimStep, Request
-from engine.training.service.queue import BRIEF_IN_A_ROW, KEPT, SKIPPED, Operation, Queue, alone, joined
+from engine.training.service.queue import BRIEF_IN_A_ROW, KEPT, SKIPPED, Operation, Queue, joined
 
 WAIT_S = 60
 
@@ -136,7 +136,7 @@ def test_what_followed_nothing_is_not_waited_for_at_once_again(queue, worker, mo
     assert len(waits) == 2
 
 
-@pytest.mark.parametrize("choose", [alone, joined])
+@pytest.mark.parametrize("choose", [lambda first: first[:1], joined])
 def test_what_is_cancelled_while_a_step_is_waited_for_ends_nothing_else(worker, monkeypatch, choose):
     monkeypatch.setattr("engine.training.service.queue.LINGER_S", WAIT_S)
     queue = Queue(4, 8, choose=choose)
