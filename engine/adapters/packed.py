@@ -185,24 +185,19 @@ def unpack(packed: Packed) -> dict[str, Tensor]:
 def write_file(packed: Packed, path: Path, metadata: Mapping[str, str]) -> None:
     """Write a packed adapter as a safetensors container that any tool can open."""
     header: dict[str, Any] = {"__metadata__": {"layout": packed.layout.to_json(), **metadata}}
-    for block in packed.layout.blocks:
-        nbytes = packed.block(block).nbytes
+    padding: dict[str, Any] = {}
+    for i, block in enumerate(packed.layout.blocks):
+        end = block.offset + packed.block(block).nbytes
         first = f"{block.first_expert}.{block.first_slice}" if block.experts else block.first_slice
-        key = f"{block.module}.{first}.{block.side}"
-        dtype = DTYPE_NAMES[packed.layout.dtype]
-        header[key] = {
-            "dtype": dtype,
+        header[f"{block.module}.{first}.{block.side}"] = {
+            "dtype": DTYPE_NAMES[packed.layout.dtype],
             "shape": list(block.shape),
-            "data_offsets": [block.offset, block.offset + nbytes],
+            "data_offsets": [block.offset, end],
         }
-    # The container allows no holes: the padding between aligned blocks is listed as bytes.
-    ends = sorted(value["data_offsets"] for key, value in header.items() if key != "__metadata__")
-    for i, (end, start) in enumerate(
-        zip([e for _, e in ends], [s for s, _ in ends[1:]] + [packed.layout.nbytes], strict=True)
-    ):
-        if end < start:
-            header[f"padding.{i}"] = {"dtype": "U8", "shape": [start - end], "data_offsets": [end, start]}
-    text = json.dumps(header, separators=(",", ":")).encode()
+        # The container allows no holes: the padding between aligned blocks is listed as bytes.
+        if end < (start := aligned(end)):
+            padding[f"padding.{i}"] = {"dtype": "U8", "shape": [start - end], "data_offsets": [end, start]}
+    text = json.dumps(header | padding, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)

@@ -6,8 +6,7 @@ left out it would become another model.
 """
 
 import struct
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -73,7 +72,7 @@ def read(file: Path) -> GgufModel:
     """Read a file's header; `BaseModelError` names what is missing, truncated or not understood."""
     from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
 
-    with _refusing(file):
+    try:
         metadata, _ = read_gguf_metadata(str(file), (VOCABULARY,))
         if (architecture := metadata["general.architecture"]) not in ARCHITECTURES:
             raise BaseModelError(
@@ -81,6 +80,12 @@ def read(file: Path) -> GgufModel:
                 f"dense {' and '.join(ARCHITECTURES)}. Set base.name to the model's hub id instead."
             )
         header = GgufHeader.from_file(str(file))
+    except (ValueError, OverflowError, struct.error) as error:
+        # The reader's own errors: no GGUF, a text or number behind the end, an unknown type of tensor.
+        raise BaseModelError(
+            f"{file} cannot be read as GGUF: {error}. It may be truncated: compare its size and checksum "
+            "with those of its source."
+        ) from None
     end = max((one.offset + one.nbytes for one in header.tensors), default=0) + header.data_start
     if end > file.stat().st_size:
         raise BaseModelError(
@@ -89,18 +94,6 @@ def read(file: Path) -> GgufModel:
         )
     config = _config(file, metadata, {one.name for one in header.tensors})
     return GgufModel(file, header, metadata, config, _tensors(file, config, header))
-
-
-@contextmanager
-def _refusing(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OverflowError, struct.error) as error:
-        # The reader's own errors: no GGUF, a text or number behind the end, an unknown type of tensor.
-        raise BaseModelError(
-            f"{file} cannot be read as GGUF: {error}. It may be truncated: compare its size and checksum "
-            "with those of its source."
-        ) from None
 
 
 def _config(file: Path, metadata: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
