@@ -8,7 +8,6 @@ import json
 import math
 import re
 import stat
-import struct
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -182,13 +181,10 @@ def read_entries(directory: Path) -> list[TensorHeader]:
     path = own_file(directory, TENSORS)
     size = path.stat().st_size
     with path.open("rb") as file:
-        start = file.read(8)
-        _check_start(path, start, size)
-        (length,) = struct.unpack("<Q", start)
+        length = _header_length(path, file.read(8), size)
         header = _header(path, file.read(length))
     entries, end = [], 0
-    spans = sorted(_spans(path, header), key=lambda item: (item[1], item[2]))
-    for entry, begin, stop in spans:
+    for entry, begin, stop in sorted(_spans(path, header), key=lambda item: item[1:]):
         if begin != end:
             raise AdapterError(f"In {path} the tensor {entry.name} begins at byte {begin}, not at {end}.")
         entries.append(entry)
@@ -200,12 +196,12 @@ def read_entries(directory: Path) -> list[TensorHeader]:
     return entries
 
 
-def _check_start(path: Path, start: bytes, size: int) -> None:
+def _header_length(path: Path, start: bytes, size: int) -> int:
     if len(start) < 8:
         raise AdapterError(f"{path} has {size} bytes, too few for a safetensors file.")
-    (length,) = struct.unpack("<Q", start)
+    length = int.from_bytes(start, "little")
     if length <= min(HEADER_LIMIT, size - 8):
-        return
+        return length
     # A pickle's first bytes, read as a length, are over the limit; a length may begin with the same byte.
     if start.startswith((b"PK\x03\x04", b"\x80")):
         raise AdapterError(f"{path} is a pickle and is never opened. Save it as safetensors.")

@@ -8,7 +8,7 @@ import time
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,8 +25,8 @@ from engine.adapters.revision import (
     write_revision,
 )
 from engine.base.families import DROPPED_ON_CUDA, BaseShapes
-from engine.base.resident import ensure_base
-from engine.catalog.catalog import Catalog, Policy, text_digests
+from engine.base.resident import BaseInfo, ensure_base
+from engine.catalog.catalog import Policy, text_digests
 from engine.catalog.opening import open_catalog
 from engine.errors import AdapterError, BaseModelError, NotFound
 from engine.planning.gpu import cuda_bytes
@@ -36,9 +36,6 @@ from engine.quality.probe import from_json
 from engine.settings.params import POLICY_NAME, Params
 from engine.store.open import open_store
 from engine.version import code_version
-
-if TYPE_CHECKING:
-    from engine.base.resident import BaseInfo
 
 
 def import_revision(params: Params, directory: Path, owner: str = "local") -> Manifest:
@@ -52,8 +49,22 @@ def import_revision(params: Params, directory: Path, owner: str = "local") -> Ma
     refuse_other_base(params, directory, base)
     tensors, manifest = read_revision(directory)
     check_fit(params, base.path, tensors, manifest, directory)
+    probe, now, config = _probe(directory), time.time(), manifest.config
+    dtype, shapes = getattr(torch, serving_dtype(params)), BaseShapes.read(base.path)
+    # The directory with its probe, then the bytes, then the catalog row, which commits both.
     with open_catalog(params.paths, migrated=True) as catalog:
-        _publish(params, catalog, base, tensors, manifest, owner, _probe(directory))
+        # First, since it may refuse.
+        catalog.bases.register(base, params.base.text_digest)
+        if probe:
+            write_revision(params.paths.revision(manifest.policy, manifest.digest), tensors, manifest, probe)
+        with suppress(NotFound):
+            # An import does not change the settings of a known policy.
+            config = catalog.policies.get(manifest.policy).config
+        catalog.policies.add(Policy(manifest.policy, base.digest, config, owner, now))
+        with closing(open_store(params)) as store:
+            place = partial(put, catalog, store, tensors, manifest, dtype, shapes, owner, now)
+            # A snapshot that is imported by name becomes an exported revision.
+            publish(catalog, store, place, state="exported", expires_at=None)
     return manifest
 
 
@@ -83,7 +94,7 @@ def check_fit(params: Params, base: Path, tensors: Tensors, manifest: Manifest, 
         )
 
 
-def refuse_other_base(params: Params, directory: Path, base: "BaseInfo") -> None:
+def refuse_other_base(params: Params, directory: Path, base: BaseInfo) -> None:
     """Raise `BaseModelError` for a revision of ours that was trained on another base or other text files.
 
     Text files that the base had before others were accepted are its own. Other adapters pass.
@@ -155,30 +166,3 @@ def _probe(directory: Path) -> dict[str, Any]:
     if body:
         from_json(body)
     return body
-
-
-def _publish(
-    params: Params,
-    catalog: Catalog,
-    base: "BaseInfo",
-    tensors: Tensors,
-    manifest: Manifest,
-    owner: str,
-    probe: dict[str, Any],
-) -> None:
-    """Write the directory with its probe, then the bytes, then the catalog row, which commits both."""
-    now, config = time.time(), manifest.config
-    dtype = getattr(torch, serving_dtype(params))
-    # First, since it may refuse.
-    catalog.bases.register(base, params.base.text_digest)
-    if probe:
-        write_revision(params.paths.revision(manifest.policy, manifest.digest), tensors, manifest, probe)
-    with suppress(NotFound):
-        # An import does not change the settings of a known policy.
-        config = catalog.policies.get(manifest.policy).config
-    catalog.policies.add(Policy(manifest.policy, base.digest, config, owner, now))
-    shapes = BaseShapes.read(base.path)
-    with closing(open_store(params)) as store:
-        place = partial(put, catalog, store, tensors, manifest, dtype, shapes, owner, now)
-        # A snapshot that is imported by name becomes an exported revision.
-        publish(catalog, store, place, state="exported", expires_at=None)

@@ -16,7 +16,6 @@ import numpy as np
 from engine.base.families import PROJECTIONS, BaseShapes
 from engine.base.resident import base_config
 from engine.catalog.catalog import Catalog
-from engine.catalog.records import served_name
 from engine.catalog.tinker_records import TinkerCheckpoint, TinkerModel
 from engine.clients.engine import EngineClient
 from engine.errors import ConfigError, Conflict, NotFound
@@ -199,10 +198,6 @@ class Backend:
         """Stop serving a revision whose checkpoint is deleted, unless a route or a release names it."""
         with suppress(Conflict, NotFound):
             self.catalog.lifecycle.retire(policy, digest, "tinker", "its checkpoint was deleted")
-
-    def served(self, policy: str, digest: str) -> str:
-        """Return the name by which the engine serves a revision."""
-        return served_name(policy, digest)
 
     def sample(
         self, served: str, plaintext: str, calls: Sequence[bodies.SampleSent], patience_s: float

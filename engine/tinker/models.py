@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from engine.catalog.catalog import Catalog
-from engine.catalog.records import Key
+from engine.catalog.records import Key, served_name
 from engine.catalog.tinker_records import (
     TinkerCheckpoint,
     TinkerModel,
@@ -223,7 +223,9 @@ class Models:
                 self.lines.begin(model)
             self.promises.keep(promise, result)
 
-        self._spawn(begin())
+        task = asyncio.create_task(begin())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return id
 
     async def load_into(self, key: Key, body: bodies.LoadWeightsSent) -> str:
@@ -410,7 +412,7 @@ class Models:
                 raise ConfigError(
                     "A state is not served. Save it with save_weights_for_sampler, and give that path."
                 )
-            served = self.backend.served(model.policy, checkpoint.stored)
+            served = served_name(model.policy, checkpoint.stored)
         else:
             self.backend.refuse_base(body.base_model or "")
             served = self.backend.base_name
@@ -462,11 +464,6 @@ class Models:
         if ":sample:" in id and self.sampling.is_full:
             return {"queue_state": "paused_capacity", "queue_state_reason": "samples wait for the engine"}
         return {"queue_state": "active"}
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def refuse_corrupted(model: TinkerModel) -> None:

@@ -110,9 +110,6 @@ class FakeBackend:
     def retire(self, policy: str, digest: str) -> None:
         self.calls.append(("retire", policy, digest))
 
-    def served(self, policy: str, digest: str) -> str:
-        return f"{policy}@{digest[-12:]}"
-
     def sample(self, served: str, plaintext: str, calls: Sequence[Any], patience_s: float) -> list[bytes]:
         assert plaintext.startswith("tml-")
         self.calls.append(("sample", served, [body.seq_id for body in calls]))

@@ -164,11 +164,11 @@ class Adapter:
 
         Raises `AdapterError` for a tensor whose rank exceeds the site's.
         """
-        places = [
+        places = (
             (key, part, site)
             for side, factor, site in self._stacks()
-            for key, part in _by_key(side, factor, site)
-        ]
+            for key, part in zip(site.keys(side), factor if site.experts else (factor,), strict=True)
+        )
         for key, part, site in places:
             if key not in tensors:
                 continue
@@ -226,8 +226,3 @@ class Adapter:
         else:
             self.optimizer.state.clear()
         self.clear_gradients()
-
-
-def _by_key(side: str, factor: Tensor, site: Site) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and views of a factor's canonical tensors, one for each expert."""
-    yield from zip(site.keys(side), factor if site.experts else (factor,), strict=True)

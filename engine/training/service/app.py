@@ -24,7 +24,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from engine.base.prompts import end_tokens
-from engine.base.resident import base_config, ensure_base
+from engine.base.resident import BaseInfo, base_config, ensure_base
 from engine.errors import Busy, Cancelled, ConfigError, GraftworkError, ServiceError
 from engine.lean_imports import lean_imports
 from engine.logs import set_up
@@ -41,7 +41,6 @@ from engine.training.service.client import OPERATION_S
 from engine.version import code_version
 
 if TYPE_CHECKING:
-    from engine.base.resident import BaseInfo
     from engine.planning.memory import MemoryPlan
     from engine.training.model.lora import ResidentBase
     from engine.training.model.ranks import Ranks
@@ -91,7 +90,7 @@ def make_app(trainer: "Trainer") -> FastAPI:
 
     @app.get("/metrics")
     def metrics() -> PlainTextResponse:
-        return PlainTextResponse(trainer.render_metrics())
+        return PlainTextResponse(trainer.metrics.render(trainer.sessions.resident(), trainer.queue))
 
     @app.post("/session_heartbeat")
     def session_heartbeat(body: protocol.Heartbeat) -> dict[str, bool]:
@@ -227,7 +226,7 @@ def arguments_of(params: Params, path: Path, threads: int, device: str) -> tuple
     return path, threads, tokens, device, dtype, trainer.checkpoints_on(cuda), longest, slotted_experts
 
 
-def load_part(params: Params, info: "BaseInfo", ranks: "Ranks") -> "ShardedBase":
+def load_part(params: Params, info: BaseInfo, ranks: "Ranks") -> "ShardedBase":
     """Load this rank's part of the base, on the GPU of its number on its machine if there is one.
 
     Raises `ConfigError` on every rank when one has another base or version.

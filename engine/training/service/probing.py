@@ -7,10 +7,10 @@ are fixed, because an imported adapter has no task of its own.
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from engine.adapters.revision import Manifest
 from engine.base.prompts import end_tokens, prompt_ids, tokenizer_of
+from engine.base.resident import BaseInfo
 from engine.catalog.opening import open_catalog
 from engine.errors import ServiceError
 from engine.planning.gpu import planned
@@ -20,9 +20,6 @@ from engine.settings.params import Params
 from engine.training.service.client import TrainerClient
 from engine.training.service.export import Exporter
 from engine.training.service.protocol import ProbeRevision
-
-if TYPE_CHECKING:
-    from engine.base.resident import BaseInfo
 
 QUESTIONS = (
     "What is 12 + 7?",
@@ -37,7 +34,7 @@ QUESTIONS = (
 TOKENS = 24
 
 
-def probe_by_base(params: Params, base: "BaseInfo", say: Callable[[str], object]) -> Callable[..., Probe]:
+def probe_by_base(params: Params, base: BaseInfo, say: Callable[[str], object]) -> Callable[..., Probe]:
     """Return a function that computes the probe of a revision's directory; `say` receives progress.
 
     The function raises `AdapterError` when the revision does not fit the base.
@@ -56,7 +53,7 @@ def probe_by_base(params: Params, base: "BaseInfo", say: Callable[[str], object]
     return probe
 
 
-def _serves(trainer: TrainerClient, base: "BaseInfo") -> bool:
+def _serves(trainer: TrainerClient, base: BaseInfo) -> bool:
     try:
         return bool(trainer.health()["base"] == base.digest)
     except ServiceError:
@@ -64,7 +61,7 @@ def _serves(trainer: TrainerClient, base: "BaseInfo") -> bool:
 
 
 def _computed_here(
-    params: Params, base: "BaseInfo", manifest: Manifest, directory: Path, prompts: list[list[int]]
+    params: Params, base: BaseInfo, manifest: Manifest, directory: Path, prompts: list[list[int]]
 ) -> Probe:
     import torch
 

@@ -65,8 +65,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def read_header(path: Path) -> dict[str, Any]:
     """Return a stored state without reading its tensors. Raises as `read`."""
-    stored = _load(path, mmap=True)
-    return dict(stored["tree"])
+    return dict(_load(path, mmap=True)["tree"])
 
 
 def policy_of(path: Path) -> str | None:

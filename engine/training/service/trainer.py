@@ -299,10 +299,6 @@ class Trainer:
             "queue": self.queue.state(""),
         }
 
-    def render_metrics(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
-        return self.metrics.render(self.sessions.resident(), self.queue)
-
     def close(self) -> None:
         """Stop the queue's thread after the running operation."""
         self.queue.close()
