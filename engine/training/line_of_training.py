@@ -6,11 +6,15 @@ it starts at the policy's `start`, or at the base.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.adapters.manifests import stored_manifest
 from engine.errors import NotFound
 from engine.settings.params import DIGEST12, Paths, content_hash
 from engine.settings.policies import PolicyConfig
+
+if TYPE_CHECKING:
+    from engine.catalog.catalog import Catalog
 
 # Settings that may change within one line of training.
 NOT_OF_A_LINE = {
@@ -38,43 +42,35 @@ def line_of(paths: Paths, policy: str, config: PolicyConfig, targets: Sequence[s
 
     The line's name is a hash of the settings, the champion and the number of releases that failed against
     it. A killed run therefore finds its line again, and a policy whose revision was promoted or refused
-    since then starts a new line with a new seed.
+    since then starts a new line with a new seed. Raises `NotFound` where there is no revision `config.start`.
     """
-    champion, refused = _standing(paths, policy)
-    settings = config.model_dump(mode="json", exclude=NOT_OF_A_LINE, exclude_defaults=True)
-    if config.data_digest:
-        # The data's hash: the file's location must not change the line.
-        settings["task"] = config.data_digest
-    name = content_hash([settings, champion, refused])
-    targets = config.targets or tuple(targets)
-    seed = int(name[:8], 16) >> 1 if champion or refused else config.seed
-    session = f"{policy}-{name[:DIGEST12]}"
-    if champion and _continues(paths, policy, champion, config, targets):
-        return Line(session, champion, seed, targets)
-    start, parent = _start(paths, config.start) if config.start else (None, None)
-    return Line(session, parent, seed, targets, start)
-
-
-def _start(paths: Paths, start: str) -> tuple[str, str]:
-    """Return the policy and the whole digest of POLICY@DIGEST; `NotFound` where there is no such revision."""
     from engine.catalog.catalog import Catalog
 
-    policy, _, digest = start.partition("@")
     with Catalog(paths.catalog_url) as catalog:
-        return policy, catalog.revisions.get(policy, digest).digest
+        champion, refused = _standing(catalog, policy)
+        settings = config.model_dump(mode="json", exclude=NOT_OF_A_LINE, exclude_defaults=True)
+        if config.data_digest:
+            # The data's hash: the file's location must not change the line.
+            settings["task"] = config.data_digest
+        name = content_hash([settings, champion, refused])
+        targets = config.targets or tuple(targets)
+        seed = int(name[:8], 16) >> 1 if champion or refused else config.seed
+        session = f"{policy}-{name[:DIGEST12]}"
+        if champion and _continues(paths, policy, champion, config, targets):
+            return Line(session, champion, seed, targets)
+        start, _, digest = (config.start or "").partition("@")
+        parent = catalog.revisions.get(start, digest).digest if start else None
+        return Line(session, parent, seed, targets, start or None)
 
 
-def _standing(paths: Paths, policy: str) -> tuple[str | None, int]:
+def _standing(catalog: "Catalog", policy: str) -> tuple[str | None, int]:
     """Return the champion and the number of releases that failed against it."""
-    from engine.catalog.catalog import Catalog
-
-    with Catalog(paths.catalog_url) as catalog:
-        try:
-            champion = catalog.routes.get(policy).champion
-        except NotFound:
-            return None, 0
-        ended = [release for release in catalog.releases.all(policy) if release.baseline == champion]
-        return champion, sum(release.state in ("held", "rolled_back") for release in ended)
+    try:
+        champion = catalog.routes.get(policy).champion
+    except NotFound:
+        return None, 0
+    ended = [release for release in catalog.releases.all(policy) if release.baseline == champion]
+    return champion, sum(release.state in ("held", "rolled_back") for release in ended)
 
 
 def _continues(

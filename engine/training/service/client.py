@@ -164,22 +164,17 @@ class TrainerClient(ServiceClient):
         self._gathered[session.session] = 0
         return result
 
-    def save_state(self, session: SessionInfo, name: str, request_id: str | None = None) -> Path:
+    def save_state(self, session: SessionInfo, name: str) -> Path:
         """Store the session under a name; return the state file's path."""
-        body = _body(protocol.SaveState, **_who(session, request_id), name=name)
+        body = _body(protocol.SaveState, **_who(session), name=name)
         return Path(self._run("/save_state", body)["path"])
 
     def load_state(
-        self,
-        session: SessionInfo,
-        name: str,
-        source: str | None = None,
-        moments: bool = True,
-        request_id: str | None = None,
+        self, session: SessionInfo, name: str, source: str | None = None, moments: bool = True
     ) -> SessionInfo:
         """Load the state of a name, of this session or of `source`; gathered gradients are dropped."""
         fields = {"name": name, "source": source, "moments": moments}
-        result = self._run("/load_state", _body(protocol.LoadState, **_who(session, request_id), **fields))
+        result = self._run("/load_state", _body(protocol.LoadState, **_who(session), **fields))
         self._gathered[session.session] = 0
         return _info(result)
 
