@@ -59,11 +59,6 @@ class TritonRoutingPlan:
     slots: Tensor
     experts: Tensor
     _segments: dict[tuple[int, int], SegmentTiles] = field(default_factory=dict)
-    tokens: None = None
-
-    def rows(self, values: Tensor) -> Tensor:
-        """Return all rows: this plan keeps tokens without an adapter."""
-        return values
 
     def segments(self, adapters: int, experts: int) -> SegmentTiles:
         """Return the sorted pairs for factors of `adapters` slots and `experts` experts."""
