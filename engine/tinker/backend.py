@@ -21,7 +21,7 @@ from engine.clients.engine import EngineClient
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.settings.params import Params
 from engine.tinker import bodies
-from engine.tinker.codec import Array, Sampled, WireBatch, write_samples
+from engine.tinker.codec import Array, WireBatch, write_samples
 from engine.training.service import protocol
 from engine.training.service.client import TrainerClient
 from engine.training.service.protocol import Exported, SessionInfo
@@ -226,8 +226,11 @@ class Backend:
             request["top_k"] = params.top_k
         if isinstance(params.stop, str):
             request["stop"] = [params.stop]
-        answer = self._engine(plaintext).samples(request, patience_s)
-        return [_response(group) for group in answer["groups"]]
+        groups = self._engine(plaintext).samples(request, patience_s)["groups"]
+        return [
+            write_samples(one["samples"], one["prompt_logprobs"], _topk(one["topk_prompt_logprobs"]))
+            for one in groups
+        ]
 
     def _engine(self, plaintext: str) -> EngineClient:
         with self._lock:
@@ -282,13 +285,6 @@ def _number(value: float | str, name: str) -> float:
     if isinstance(value, str):
         raise ConfigError(f"{name} must be a number, not {value[:32]!r}.")
     return value
-
-
-def _response(group: Mapping[str, Any]) -> bytes:
-    sequences = [
-        Sampled(one["tokens"], one["logprobs"], one["stop_reason"] == "stop") for one in group["samples"]
-    ]
-    return write_samples(sequences, group["prompt_logprobs"], _topk(group["topk_prompt_logprobs"]))
 
 
 def _topk(rows: list[list[tuple[int, float]] | None] | None) -> tuple[Array, Array] | None:

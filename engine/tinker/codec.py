@@ -42,15 +42,6 @@ class WireBatch:
     forward_only: bool
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """One sampled sequence: token ids, their log-probabilities, and whether it ended by itself."""
-
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-    stopped: bool
-
-
 class UnreadData(ConfigError):
     """The data of a call are malformed or not supported; the call's model and number are known."""
 
@@ -175,21 +166,21 @@ def write_output(logprobs: Sequence[Array], metrics: Mapping[str, float]) -> byt
 
 
 def write_samples(
-    sequences: Sequence[Sampled],
+    samples: Sequence[Mapping[str, Any]],
     prompt_logprobs: Sequence[float | None] | None = None,
     topk: tuple[Array, Array] | None = None,
 ) -> bytes:
-    """Return a SampleResponse.
+    """Return a SampleResponse of the engine's samples: token ids, their log-probabilities, `stop_reason`.
 
     `prompt_logprobs` has one value a prompt token, None where there is none. `topk` has token ids and
     log-probabilities (N, K) of the prompt's likeliest tokens; empty cells are 0 and -99999.
     """
     message = schema.SampleResponse()
-    for sequence in sequences:
+    for sample in samples:
         message.sequences.add(
-            stop_reason=schema.STOP if sequence.stopped else schema.LENGTH,
-            tokens=np.asarray(sequence.tokens, "<i4").tobytes(),
-            logprobs=np.asarray(sequence.logprobs, "<f4").tobytes(),
+            stop_reason=schema.STOP if sample["stop_reason"] == "stop" else schema.LENGTH,
+            tokens=np.asarray(sample["tokens"], "<i4").tobytes(),
+            logprobs=np.asarray(sample["logprobs"], "<f4").tobytes(),
         )
     if prompt_logprobs is not None:
         filled = [np.nan if value is None else value for value in prompt_logprobs]

@@ -15,7 +15,7 @@ from engine.catalog.catalog import Catalog, migrate
 from engine.catalog.opening import whole_catalog
 from engine.catalog.tinker_records import TinkerModel
 from engine.errors import ConfigError, ServiceError
-from engine.tinker.codec import Sampled, write_samples
+from engine.tinker.codec import write_samples
 from engine.tinker.models import Models
 from engine.tinker.service import make_app
 from engine.training.service.protocol import Exported
@@ -119,7 +119,7 @@ class FakeBackend:
 
     def _sampled(self, body: Any) -> bytes:
         prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
-        one = Sampled([7, 8], [-0.5, -0.25], True)
+        one = {"tokens": [7, 8], "logprobs": [-0.5, -0.25], "stop_reason": "stop"}
         logprobs = [None, *(-1.0 for _ in prompt[1:])] if body.prompt_logprobs else None
         return write_samples([one] * body.num_samples, logprobs)
 

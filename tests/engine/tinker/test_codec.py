@@ -9,7 +9,7 @@ from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 from engine.errors import ConfigError
 from engine.tinker import schema
-from engine.tinker.codec import Sampled, read_batch, read_tensor, write_output, write_samples
+from engine.tinker.codec import read_batch, read_tensor, write_output, write_samples
 
 
 def sent(data: list[tinker.Datum], loss: str, config: dict | None = None) -> bytes:
@@ -88,9 +88,11 @@ def test_the_sdk_reads_our_output_of_any_shapes() -> None:
 
 def test_the_sdk_reads_our_samples() -> None:
     ids, values = np.array([[0, 0], [4, 9]]), np.array([[-99999.0, -99999.0], [-0.1, -2.5]])
-    body = write_samples(
-        [Sampled([5, 6], [-0.25, -1.5], True), Sampled([7], [-0.5], False)], [None, -0.75], (ids, values)
-    )
+    samples = [
+        {"tokens": [5, 6], "logprobs": [-0.25, -1.5], "stop_reason": "stop"},
+        {"tokens": [7], "logprobs": [-0.5], "stop_reason": "length"},
+    ]
+    body = write_samples(samples, [None, -0.75], (ids, values))
     read = response_conv.deserialize_sample_response(body)
     assert [one.stop_reason for one in read.sequences] == ["stop", "length"]
     assert [list(one.tokens) for one in read.sequences] == [[5, 6], [7]]
