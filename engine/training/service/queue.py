@@ -82,12 +82,6 @@ def joined(first: Sequence[Operation]) -> Sequence[Operation]:
     return [one for one in first if one.can_join] if first[0].can_join else first[:1]
 
 
-def perform_each(operations: Sequence[Operation]) -> None:
-    """Perform operations one after another."""
-    for operation in operations:
-        operation.perform()
-
-
 class Queue:
     """Operations of many sessions. Within a session first in, first out; between sessions round robin.
 
@@ -105,8 +99,8 @@ class Queue:
         self,
         of_line: int,
         of_all: int,
+        perform: Callable[[Sequence[Operation]], None],
         choose: Callable[[Sequence[Operation]], Sequence[Operation]] = joined,
-        perform: Callable[[Sequence[Operation]], None] = perform_each,
     ):
         self.of_line, self.of_all, self.choose, self.perform = of_line, of_all, choose, perform
         # In turn order: a served line goes to the end.

@@ -35,7 +35,7 @@ from engine.training.service import protocol
 from engine.training.service.examples import examples_of
 from engine.training.service.export import Exporter
 from engine.training.service.metrics import TrainerMetrics, peak_memory
-from engine.training.service.queue import Operation, Queue, joined
+from engine.training.service.queue import Operation, Queue
 from engine.training.service.session import CURRENT, Session, state_file
 from engine.training.service.sessions import Sessions
 from engine.training.service.start import ReadTensors, start_of
@@ -67,7 +67,7 @@ class Trainer:
         self.params, self.base, self.base_digest, self.exporter = params, base, base_digest, exporter
         # Shared passes were measured on CPU only.
         self.fuses = params.trainer.fuse == "auto" and base.shares_passes and base.device.type == "cpu"
-        self.queue = Queue(SESSION_PLACES, PLACES, joined, self._perform)
+        self.queue = Queue(SESSION_PLACES, PLACES, self._perform)
         self.sessions = Sessions(params.paths.sessions, base, base_digest, session_bytes, self.queue.waiting)
         self.metrics = TrainerMetrics()
         WorkMetrics(self.metrics.registry)

@@ -30,7 +30,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 @pytest.fixture
 def queue() -> Iterator[Queue]:
-    queue = Queue(of_line=2, of_all=8)
+    queue = Queue(of_line=2, of_all=8, perform=lambda operations: operations[0].perform())
     yield queue
     queue.close()
 

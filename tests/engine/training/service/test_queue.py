@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -27,6 +27,11 @@ class Worker:
         return request.request_id.upper()
 
 
+def one_by_one(operations: Sequence[Operation]) -> None:
+    for operation in operations:
+        operation.perform()
+
+
 @pytest.fixture
 def worker() -> Worker:
     return Worker()
@@ -34,7 +39,7 @@ def worker() -> Worker:
 
 @pytest.fixture
 def queue(worker: Worker) -> Iterator[Queue]:
-    queue = Queue(of_line=4, of_all=8)
+    queue = Queue(of_line=4, of_all=8, perform=one_by_one)
     yield queue
     worker.go.set()
     queue.close()
@@ -73,7 +78,7 @@ def test_what_is_brief_goes_before_what_is_long_of_others(queue, worker):
 
 
 def test_so_many_brief_ones_in_a_row_and_then_a_long_one(worker):
-    queue = Queue(of_line=40, of_all=80)
+    queue = Queue(of_line=40, of_all=80, perform=one_by_one)
     try:
         send(queue, "a", 0, work=worker)
         assert worker.begun.wait(WAIT_S)
@@ -139,7 +144,7 @@ def test_what_followed_nothing_is_not_waited_for_at_once_again(queue, worker, mo
 @pytest.mark.parametrize("choose", [lambda first: first[:1], joined])
 def test_what_is_cancelled_while_a_step_is_waited_for_ends_nothing_else(worker, monkeypatch, choose):
     monkeypatch.setattr("engine.training.service.queue.LINGER_S", WAIT_S)
-    queue = Queue(4, 8, choose=choose)
+    queue = Queue(4, 8, one_by_one, choose)
     try:
         send(queue, "a", 0, work=worker, leads=True)
         assert worker.begun.wait(WAIT_S)
@@ -285,7 +290,7 @@ def test_a_rule_takes_operations_of_several_sessions_together(worker):
         for operation in operations:
             operation.perform()
 
-    queue = Queue(4, 8, choose=lambda first: first[:2], perform=perform)
+    queue = Queue(4, 8, perform, lambda first: first[:2])
     try:
         send(queue, "a", 0, work=worker)
         assert worker.begun.wait(WAIT_S)
@@ -299,7 +304,7 @@ def test_a_rule_takes_operations_of_several_sessions_together(worker):
 
 
 def test_a_queue_that_closes_leaves_nobody_waiting(worker):
-    queue = Queue(4, 8)
+    queue = Queue(4, 8, one_by_one)
     send(queue, "a", 0, work=worker)
     assert worker.begun.wait(WAIT_S)
     send(queue, "a", 1, work=worker)
