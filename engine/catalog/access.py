@@ -19,7 +19,6 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DatabaseError, InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from engine.catalog.commit_watch import CommitWatch
 from engine.catalog.records import OLDEST_SCHEMA, SCHEMA_VERSION
 from engine.errors import ConfigError, NotFound, ServiceError
 from engine.version import UPGRADE_FIRST
@@ -138,7 +137,6 @@ class Access:
         )
         self._dialect: Any = sqlite if self.is_sqlite else postgresql
         self.mark = "?" if self.is_sqlite else "%s"
-        self.watch = CommitWatch(self.label) if self.is_sqlite else None
         options: dict[str, Any] = {"isolation_level": None, "check_same_thread": False}
         self._reader = sqlite3.connect(self.label, **options) if self.is_sqlite else None
         self._reading = threading.Lock()
@@ -146,9 +144,8 @@ class Access:
 
     def close(self) -> None:
         """Close all connections."""
-        for connection in (self.watch, self._reader):
-            if connection:
-                connection.close()
+        if self._reader:
+            self._reader.close()
         self.engine.dispose()
 
     @contextmanager
@@ -224,8 +221,8 @@ class Access:
     def _checked_schema(self) -> str:
         query = "SELECT * FROM alembic_version"
         try:
-            if self.watch:
-                row = self.watch.connection.execute(query).fetchone()
+            if self._reader:
+                row = self._reader.execute(query).fetchone()
             else:
                 with self.single.connect() as connection:
                     row = connection.exec_driver_sql(query).first()

@@ -17,8 +17,16 @@ from typing import Any
 import orjson
 
 from engine.file_lock import has_holder
-from engine.metering.held_budgets import release
-from engine.metering.usage_rows import HAS_BEGUN, Metered, Spending, add_row, begin, close_row, counters
+from engine.metering.usage_rows import (
+    HAS_BEGUN,
+    Metered,
+    Spending,
+    add_row,
+    begin,
+    close_row,
+    counters,
+    release,
+)
 
 ADMITTED, BEGUN, ENDED = "a", "b", "e"
 JOURNALS = "gateways"

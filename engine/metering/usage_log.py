@@ -22,12 +22,15 @@ from prometheus_client import Counter
 
 from engine.ledger.spool import LineFile
 from engine.metering.dead_gateways import ADMITTED, BEGUN, ENDED, JOURNALS
-from engine.metering.held_budgets import IDLE_S, HeldBudgets, Hold, Shortage
 from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.usage_rows import (
     HAS_BEGUN,
+    IDLE_S,
     Budget,
+    HeldBudgets,
+    Hold,
     Metered,
+    Shortage,
     Spending,
     add_row,
     begin,

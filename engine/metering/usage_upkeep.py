@@ -11,11 +11,10 @@ from pathlib import Path
 
 from engine.catalog.waits import limit_waits
 from engine.metering.dead_gateways import close_dead
-from engine.metering.held_budgets import Shortage
 from engine.metering.raw_usage import export
 from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.shared_usage import SharedUsage
-from engine.metering.usage_rows import begin, connect
+from engine.metering.usage_rows import Shortage, begin, connect
 from engine.threads import PeriodicThread
 
 SYNC_S = 0.25

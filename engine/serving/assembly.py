@@ -29,7 +29,7 @@ from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.usage_log import UsageLog
 from engine.planning.tiers import host_tier_adapters
 from engine.serving.gateway.call import GatewayState
-from engine.serving.gateway.catalog_rows import rows_to_cache
+from engine.serving.gateway.catalog_rows import LEAST_ROWS
 from engine.serving.gateway.endpoints import Readiness, attach
 from engine.serving.gateway.grammar_trial import GrammarTrial
 from engine.serving.gateway.host_tier_upkeep import HostTierUpkeep, served_names
@@ -55,6 +55,9 @@ TEMPLATE_RESERVE = 16
 # Objects made between two collections, and collections between those of older objects. With Python's own 700
 # this process spends 3% of its time under load on them: every piece of an answer makes some.
 COLLECT_AFTER = 20_000, 20, 20
+# Rows of the catalog to keep for each adapter of the host tier. It needs three (its route, and its revision
+# under its digest and under what a client writes of it); the others are for adapters that have left it.
+ROWS_PER_ADAPTER = 6
 
 
 class GraftworkEndpoints:
@@ -145,6 +148,11 @@ def open_router(params: Params, settings: dict[str, Any]) -> Router:
         key_max_age_s=params.gateway.key_max_age_s,
         suggest=Suggester,
     )
+
+
+def rows_to_cache(host_adapters: int) -> int:
+    """Return how many rows a router caches for a host tier of `host_adapters`."""
+    return max(LEAST_ROWS, ROWS_PER_ADAPTER * host_adapters)
 
 
 def open_residency(

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ from typing import Any
 from prometheus_client import Counter
 
 from engine.catalog.catalog import Key, Tenant
+from engine.errors import Forbidden
 from engine.ledger.spool import Spool
 from engine.serving.gateway.answers import AnswerReader, Used
 from engine.serving.gateway.asgi import App, Header, Receive, Refused, Send
@@ -61,6 +62,15 @@ def is_given_to(key: Key, request_id: str, hashed: Hash) -> bool:
     digits = request_id[-DIGITS:]
     expected = (_id_for(name, digits, hashed) for name in key.names)
     return len(digits) == DIGITS and any(compare_digest(digits.encode(), one.encode()) for one in expected)
+
+
+def require(what: str, roles: Sequence[str], key: Key) -> None:
+    """Raise `Forbidden` unless the key has one of these roles."""
+    if not key.may(*roles):
+        needed = " or ".join(map(repr, roles))
+        raise Forbidden(
+            f"{what} requires a key with the role {needed}; this key's are {', '.join(key.roles)}."
+        )
 
 
 class RecentIds:

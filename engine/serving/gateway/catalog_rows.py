@@ -9,6 +9,7 @@ something new of it.
 import asyncio
 import contextvars
 import logging
+import os
 import sqlite3
 import threading
 import time
@@ -16,7 +17,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
+from weakref import finalize
 
 from engine.catalog.catalog import Catalog
 from engine.catalog.waits import ANSWER_S, limit_waits
@@ -30,18 +33,14 @@ LOOK_S = 0.5
 THREADS = 8
 # Names and keys that are known not to exist, so that asking again reads nothing.
 ABSENT_ROWS = 4096
-# Least rows to cache, about 2 kB each. Each adapter of the host tier needs three (its route, and its revision
-# under its digest and under what a client writes of it); the others are for adapters that have left it.
+# Least rows to cache, about 2 kB each.
 LEAST_ROWS = 8192
-ROWS_PER_ADAPTER = 6
 UNREADABLE = "The catalog cannot be read. Try again."
+# Both copies of the header of the index that connections share of a write-ahead log: each commit changes it
+# (https://www.sqlite.org/walformat.html, 2.2). Whatever else may change there costs a query, no more.
+HEADER_BYTES = 96
 T = TypeVar("T")
 log = logging.getLogger("graftwork.routing")
-
-
-def rows_to_cache(host_adapters: int) -> int:
-    """Return how many rows a router caches for a host tier of `host_adapters`."""
-    return max(LEAST_ROWS, ROWS_PER_ADAPTER * host_adapters)
 
 
 class RowCache:
@@ -123,6 +122,36 @@ class RowCache:
                 self._all_changed = max(self._all_changed, self._changed.popitem(last=False)[1])
 
 
+class CommitWatch:
+    """Whether somebody has committed to a SQLite database. For one thread at a time."""
+
+    def __init__(self, path: str):
+        self.connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._index_path = Path(f"{path}-shm")
+        self._index: int | None = None
+        self._header = b""
+        self._commits = -1
+
+    def commits(self) -> int:
+        """Return a number that changes when another connection commits.
+
+        Where the header is as it was, it is the last number: reading it takes a tenth of the query. Raises
+        `sqlite3.DatabaseError`.
+        """
+        header = b"" if self._index is None else os.pread(self._index, HEADER_BYTES, 0)
+        if header and header == self._header:
+            return self._commits
+        self._commits = int(self.connection.execute("PRAGMA data_version").fetchone()[0])
+        self._header = header
+        if self._index is None:
+            (mode,) = self.connection.execute("PRAGMA journal_mode").fetchone()
+            # The connection has it open now, so that nobody removes it.
+            if mode == "wal" and self._index_path.exists():
+                self._index = os.open(self._index_path, os.O_RDONLY)
+                finalize(self, os.close, self._index)
+        return self._commits
+
+
 class Unread(Exception):
     """Something has to be read, which is not done on the event loop."""
 
@@ -135,7 +164,8 @@ class CatalogRows:
     """The rows of one gateway, and its looks at the catalog. Thread-safe; `ask` is for one event loop."""
 
     def __init__(self, catalog: Catalog, most: int = LEAST_ROWS, clock: Callable[[], float] = time.monotonic):
-        self._changes, self._access, self._is_file = catalog.changes, catalog.access, catalog.is_file
+        self._changes, self._is_file, self._label = catalog.changes, catalog.is_file, catalog.access.label
+        self.watch = CommitWatch(self._label) if self._is_file else None
         self.clock = clock
         self._most = most
         self._rows, self._absent = RowCache(most), RowCache(ABSENT_ROWS)
@@ -227,9 +257,9 @@ class CatalogRows:
     def _commits_now(self) -> int | None:
         """Return a number that changes when another connection commits to the file; None for a server."""
         try:
-            return self._access.watch.commits() if self._access.watch else None
+            return self.watch.commits() if self.watch else None
         except sqlite3.DatabaseError as error:
-            raise ServiceError(f"The catalog {self._access.label} cannot be read: {error}.") from error
+            raise ServiceError(f"The catalog {self._label} cannot be read: {error}.") from error
 
     def _take(self, commits: int | None) -> None:
         """Take what has changed, of a file as of this number of commits."""

@@ -1,28 +1,58 @@
 """The gateway: an ASGI middleware in front of vLLM's own routes.
 
-A request is one `Call`, which goes through the stages in `serve`: it is admitted, read, routed, metered,
-held, forwarded, observed and settled.
+A request is one `Call`, which goes through the stages in `serve`: it is admitted by its key, read, routed,
+metered, held, forwarded, observed and settled.
 """
 
-from collections.abc import Awaitable, Sequence
+import logging
+import time
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
 
-from engine.errors import GraftworkError
+from engine.catalog.catalog import Key, Tenant
+from engine.catalog.records import OURS, TINKERS
+from engine.errors import GraftworkError, Unauthorized
 from engine.logs import REQUEST
-from engine.serving.gateway.admission import FailedKeys, NoKey, admit
 from engine.serving.gateway.api_errors import reason_of, send_error, send_no_key
 from engine.serving.gateway.asgi import App, Message, Receive, Refused, Send, answer
-from engine.serving.gateway.call import Call, GatewayState, new_seed, observe
+from engine.serving.gateway.call import Call, GatewayState, id_for, new_seed, observe, require
 from engine.serving.gateway.forwarding import FORWARDED, answers_with, forward
 from engine.serving.gateway.holding import hold, release, route
 from engine.serving.gateway.reading import read
-from engine.serving.gateway.route_table import NOWHERE, ROUTE_OF, Kind
+from engine.serving.gateway.route_table import GENERATING, NOWHERE, ROUTE_OF, Endpoint, Kind
+from engine.serving.gateway.routing import Router
 
 POLICY_VIOLATION = 1008
 PREFLIGHT = {b"origin", b"access-control-request-method"}
 TOO_MANY, SERVER_ERROR = 429, 500
+# Seconds between two lines on requests without a valid key.
+SAYS_S = 10.0
+log = logging.getLogger("graftwork.admission")
+# A key may also be written as Tinker's SDK wants it.
+KEY_LENGTHS = (len(OURS) + 40, len(TINKERS) + 40)
+# The headers that the gateway reads.
+READ = {b"authorization", b"x-api-key", b"x-graftwork-purpose", b"x-graftwork-segment", b"x-session-id"}
+
+
+class NoKey(Unauthorized):
+    """The request has no valid key. There may be many, so its answer is made ahead."""
+
+
+class FailedKeys:
+    """Logs requests without a valid key with a rate: they may be many."""
+
+    def __init__(self) -> None:
+        self._count, self._said_at = 0, -SAYS_S
+
+    def note(self, client: str) -> None:
+        """Take one more, from this address."""
+        self._count += 1
+        now = time.monotonic()
+        if now - self._said_at >= SAYS_S:
+            log.warning("%d requests had no valid key, the last one from %s.", self._count, client)
+            self._count, self._said_at = 0, now
 
 
 class Gateway:
@@ -126,6 +156,61 @@ class Gateway:
                 await router.admit(call.body["model"], "", key=call.key)
                 call.body["model"] = router.base_name
             await forward(call, self._app)
+
+
+async def admit(call: Call) -> None:
+    """Take the call's key, tenant and id.
+
+    Raises `NoKey`, `Forbidden` for a suspended tenant or a key without the role, `LimitReached` where no
+    request of this minute is left, and `Refused` for another method.
+    """
+    state = call.state
+    call.headers = headers = {
+        name.decode(): value.decode("latin-1") for name, value in call.scope["headers"] if name in READ
+    }
+    call.looked_at = time.perf_counter()
+    key, call.tenant = await state.router.ask(authenticate, state.router, headers)
+    call.key = key
+    call.scope["state"]["graftwork_key"] = key
+    state.meter.refuse_spent(call)
+    if call.endpoint is NOWHERE:
+        raise refuse_path(call.scope["path"])
+    refuse_method(call.endpoint, call.scope["path"], call.scope["method"])
+    require(call.endpoint.path, call.endpoint.roles, key)
+    call.id = id_for(key, call.id, state.router.hash_once)
+    REQUEST.set(call.id)
+
+
+def authenticate(router: Router, headers: Mapping[str, str]) -> tuple[Key, Tenant]:
+    """Return the request's key, of `Authorization: Bearer` or Anthropic's `x-api-key`, and its tenant.
+
+    Raises `NoKey` when it has none or an invalid one, `Forbidden` while the tenant is suspended.
+    """
+    scheme, _, plaintext = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        plaintext = headers.get("x-api-key", "")
+    key = router.key(plaintext) if len(plaintext) in KEY_LENGTHS else None
+    if key is None:
+        raise NoKey
+    tenant = router.tenant(key.owner)
+    tenant.refuse_suspended()
+    return key, tenant
+
+
+def refuse_path(path: str) -> Refused:
+    """Return the error for a path that is not served."""
+    return Refused(404, f"{path[:200]} is not served. Use {' or '.join(GENERATING)}.", "unknown_url")
+
+
+def refuse_method(endpoint: Endpoint, path: str, method: str) -> None:
+    """Raise `Refused` (405) for a method that the endpoint does not take."""
+    if method not in endpoint.methods:
+        allowed = ", ".join(sorted(endpoint.methods))
+        raise Refused(
+            405,
+            f"{path[:200]} does not take {method}. Use {allowed}.",
+            headers=[(b"allow", allowed.encode())],
+        )
 
 
 def id_of(scope: Any, state: GatewayState | None) -> str:

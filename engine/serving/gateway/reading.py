@@ -12,10 +12,9 @@ from typing import Any
 import orjson
 
 from engine.catalog.catalog import Key
-from engine.serving.gateway.admission import require
 from engine.serving.gateway.answers import AnswerReader, wants_json
 from engine.serving.gateway.asgi import MAX_BODY, Receive, Refused
-from engine.serving.gateway.call import Call, Size
+from engine.serving.gateway.call import Call, Size, require
 from engine.serving.gateway.constraints import FIELDS, constraints_of
 from engine.serving.gateway.request_depth import MOST_DEPTH, is_deeper
 from engine.serving.gateway.request_fields import DROPPED, ROUTERS_OWN, Fields

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from engine.errors import LimitReached
-from engine.metering import held_budgets
+from engine.metering import usage_rows
 from engine.metering.usage_log import UsageLog
 from engine.metering.usage_rows import DAY, MONTH, Budget, Metered, connect, periods
 
@@ -45,8 +45,8 @@ def log(tmp_path: Path) -> Iterator[UsageLog]:
 def test_a_share_is_drawn_once_for_many_requests(
     log: UsageLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = Mock(side_effect=held_budgets.begin)
-    monkeypatch.setattr(held_budgets, "begin", begun)
+    begun = Mock(side_effect=usage_rows.begin)
+    monkeypatch.setattr(usage_rows, "begin", begun)
     for _ in range(100):
         log.settle(log.admit(asked(10), acme(16_000)), 200, (5, 5))
     assert begun.call_count == 1
@@ -61,7 +61,7 @@ def test_what_is_idle_goes_back_and_what_is_under_way_stays(
     log.flush()
     assert counted(tmp_path) == (2, 998)
     entry = log.admit(asked(100), acme(16_000))
-    monkeypatch.setattr(held_budgets, "IDLE_S", 0.0)
+    monkeypatch.setattr(usage_rows, "IDLE_S", 0.0)
     log.flush()
     assert counted(tmp_path) == (2, 998)
     log.settle(entry, 200, (1, 1))
@@ -101,6 +101,6 @@ def test_what_another_gateway_has_not_used_is_not_refused_for_long(
         # It holds 9, and nobody else may have them.
         with pytest.raises(LimitReached, match="150 of 160"):
             other.admit(asked(151), acme(160))
-        monkeypatch.setattr(held_budgets, "IDLE_S", 0.0)
+        monkeypatch.setattr(usage_rows, "IDLE_S", 0.0)
         log.flush()
         other.admit(asked(159), acme(160))

@@ -11,10 +11,9 @@ from sqlalchemy import select
 from engine.catalog import tables
 from engine.catalog.access import Access
 from engine.errors import LimitReached
-from engine.metering.held_budgets import Shortage
 from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.usage_log import UsageEntry, UsageLog
-from engine.metering.usage_rows import DAY, Budget, Metered, periods
+from engine.metering.usage_rows import DAY, Budget, Metered, Shortage, periods
 
 NOON = 1_790_000_000.0
 BUDGET = Budget("tenant:acme", DAY, 20_000)

@@ -101,8 +101,8 @@ def test_a_silent_catalog_takes_no_engine_that_was_ready_from_its_users(
     old.beat()
     assert old.why_not_ready(router, list) is None
 
-    silent = Mock(execute=Mock(side_effect=sqlite3.OperationalError("disk I/O error")))
-    monkeypatch.setattr(catalog.access, "watch", silent)
+    silent = Mock(commits=Mock(side_effect=sqlite3.OperationalError("disk I/O error")))
+    monkeypatch.setattr(router.rows, "watch", silent)
     now[0] = 20.0
     assert old.why_not_ready(router, list) is None
     # One that starts now knows neither routes nor keys.

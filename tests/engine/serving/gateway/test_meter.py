@@ -19,9 +19,8 @@ from engine.catalog.catalog import Tenant
 from engine.errors import ConfigError, LimitReached
 from engine.ledger.spool import LineFile
 from engine.metering import usage_log
-from engine.metering.held_budgets import Shortage
 from engine.metering.usage_log import WRITTEN_S
-from engine.metering.usage_rows import DAY, Budget
+from engine.metering.usage_rows import DAY, Budget, Shortage
 from engine.serving.gateway.call import Call
 from engine.serving.gateway.meter import FairShare, Meter, TokenBucket
 from tests.helpers.adapters_cold import settle

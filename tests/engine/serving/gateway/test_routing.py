@@ -14,7 +14,8 @@ from engine.catalog.catalog import Base, Catalog, Policy, Release, Revision, Rou
 from engine.catalog.revision_rows import Standing
 from engine.catalog.suggestions import Suggestions
 from engine.errors import AdapterError, Ambiguous, NotFound, ServiceError
-from engine.serving.gateway.catalog_rows import RowCache, rows_to_cache
+from engine.serving.assembly import rows_to_cache
+from engine.serving.gateway.catalog_rows import RowCache
 from engine.serving.gateway.routing import STALE_S, Gone, Router, in_canary
 from engine.serving.gateway.suggesting import AT_ONCE, Suggester
 from engine.settings.releases import ReleaseConfig
@@ -224,7 +225,7 @@ def test_a_gateway_that_cannot_read_drops_the_canary(catalog, monkeypatch):
     assert router.resolve("sums", "ann").arm == "canary"
 
     fault = sqlite3.OperationalError("disk I/O error")
-    monkeypatch.setattr(catalog.access, "watch", Mock(commits=Mock(side_effect=fault)))
+    monkeypatch.setattr(router.rows, "watch", Mock(commits=Mock(side_effect=fault)))
     clock.now = STALE_S / 2
     assert router.resolve("sums", "ann").arm == "canary"
     clock.now = STALE_S * 1.01
@@ -250,9 +251,10 @@ def test_a_gateway_that_gets_no_cpu_for_a_second_is_not_blind(catalog, monkeypat
 
 
 def test_a_gateway_that_has_never_read_refuses(catalog, monkeypatch):
-    catalog.access.watch.close()
+    router = Router(catalog, "tiny", "base")
+    router.rows.watch.connection.close()
     with pytest.raises(ServiceError, match="cannot be read"):
-        Router(catalog, "tiny", "base").resolve("sums", "ann")
+        router.resolve("sums", "ann")
 
 
 def test_resolving_costs_microseconds(catalog):

@@ -249,7 +249,7 @@ async def test_requests_without_a_key_are_counted_and_said_with_a_rate(
     world: World, monkeypatch: pytest.MonkeyPatch
 ):
     log = Mock()
-    monkeypatch.setattr("engine.serving.gateway.admission.log", log)
+    monkeypatch.setattr("engine.serving.gateway.gateway.log", log)
     before = without_key()
     for key in (None, "gw-" + "0" * 40, "none"):
         async with world.client(key) as client:
@@ -511,7 +511,7 @@ async def test_a_key_is_not_trusted_while_the_catalog_is_silent(world: World, mo
     router.key(key)
 
     silent = Mock(commits=Mock(side_effect=sqlite3.OperationalError("disk I/O error")))
-    monkeypatch.setattr(world.catalog.access, "watch", silent)
+    monkeypatch.setattr(router.rows, "watch", silent)
     now[0] += 59
     assert router.key(key)
     now[0] += 2

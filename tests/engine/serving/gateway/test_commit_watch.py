@@ -2,12 +2,12 @@
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from engine.catalog.commit_watch import CommitWatch
+from engine.serving.gateway.catalog_rows import CommitWatch
 
 
 def opened(path: Path, mode: str) -> sqlite3.Connection:
@@ -23,6 +23,13 @@ def writer(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[sqlite3.C
         yield connection
 
 
+@contextmanager
+def watching(root: Path) -> Iterator[CommitWatch]:
+    watch = CommitWatch(str(root / "catalog.db"))
+    with closing(watch.connection):
+        yield watch
+
+
 def queries(watch: CommitWatch) -> list[str]:
     """Return the list to which the watch's queries are added."""
     found: list[str] = []
@@ -31,7 +38,7 @@ def queries(watch: CommitWatch) -> list[str]:
 
 
 def test_each_commit_changes_the_number(tmp_path: Path, writer: sqlite3.Connection) -> None:
-    with closing(CommitWatch(str(tmp_path / "catalog.db"))) as watch:
+    with watching(tmp_path) as watch:
         seen = [watch.commits()]
         for number in range(50):
             writer.execute("INSERT INTO rows VALUES (?)", (number,))
@@ -47,7 +54,7 @@ def test_each_commit_changes_the_number(tmp_path: Path, writer: sqlite3.Connecti
 def test_where_nobody_commits_nothing_is_queried(tmp_path: Path) -> None:
     with (
         closing(opened(tmp_path / "catalog.db", "wal")) as writer,
-        closing(CommitWatch(str(tmp_path / "catalog.db"))) as watch,
+        watching(tmp_path) as watch,
     ):
         for _ in range(2):
             watch.commits()
@@ -67,7 +74,7 @@ def test_the_index_of_another_database_is_none(tmp_path: Path) -> None:
     (tmp_path / "catalog.db-shm").write_bytes(bytes(32768))
     with (
         closing(opened(tmp_path / "catalog.db", "delete")) as writer,
-        closing(CommitWatch(str(tmp_path / "catalog.db"))) as watch,
+        watching(tmp_path) as watch,
     ):
         before = [watch.commits() for _ in range(3)][-1]
         writer.execute("INSERT INTO rows VALUES (1)")
@@ -77,6 +84,8 @@ def test_the_index_of_another_database_is_none(tmp_path: Path) -> None:
 def test_after_its_end_it_says_so(tmp_path: Path, writer: sqlite3.Connection) -> None:
     watch = CommitWatch(str(tmp_path / "catalog.db"))
     watch.commits()
-    watch.close()
+    watch.connection.close()
+    # What the header says that it has seen before needs no query.
+    writer.execute("INSERT INTO rows VALUES (1)")
     with pytest.raises(sqlite3.ProgrammingError):
         watch.commits()
