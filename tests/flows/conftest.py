@@ -27,7 +27,8 @@ def people(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
     settings = write_settings(state, policies=short_policies(), nightly={"cron": far}, release=release)
     shutil.copytree(ROOT / "eval_suites", state / "suites")
     try:
-        started = graftwork("up", settings=settings)
+        # In a fresh clone it builds the base, beside other workers.
+        started = graftwork("up", settings=settings, timeout=900)
         assert started.returncode == 0, started.stdout + started.stderr
         yield Operated(settings, state)
     finally:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -298,9 +299,15 @@ def loss_by_transformers(loop: Loop, taught: dict[str, Any]) -> float:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_that_gets_worse_stops_and_exports_its_best_step(loop: Loop, taught: dict[str, Any]) -> None:
-    """By a rate so high that held-out answers suffer soon; then another line starts at its revision."""
-    wild = {**taught, "steps": 60, "lr": 0.3, "patience": 2}
+def test_a_run_that_gets_worse_stops_and_exports_its_best_step(
+    loop: Loop, taught: dict[str, Any], tmp_path: Path
+) -> None:
+    """Held-out answers are numbers alone, less likely with each sentence; another line starts at its end."""
+    folder = Path(shutil.copytree(Path(taught["task"]).parent, tmp_path / "numbers"))
+    held_out = [json.loads(line) for line in (folder / "validation.jsonl").read_text().splitlines()]
+    numbers = [json.dumps(row | {"answer": row["rejected"], "rejected": row["answer"]}) for row in held_out]
+    (folder / "validation.jsonl").write_text("\n".join(numbers) + "\n")
+    wild = {**taught, "task": str(folder / "train.jsonl"), "steps": 60, "patience": 2}
     trained = loop.train("wild", **wild)
     looks = {row["step"] - 1: row["held_out_loss"] for row in trained.curve if row["held_out_loss"]}
     best = min((step for step in looks if step), key=lambda step: looks[step])
@@ -315,7 +322,7 @@ def test_a_run_that_gets_worse_stops_and_exports_its_best_step(loop: Loop, taugh
         len(trained.curve),
         [],
     )
-    more = loop.train("more", **{**taught, "start": f"wild@{trained.digest[:12]}", "steps": 1})
+    more = loop.train("more", **{**wild, "start": f"wild@{trained.digest[:12]}", "steps": 1})
     assert more.curve[0]["held_out_loss"] == pytest.approx(looks[best], abs=1e-5)
 
 
