@@ -95,10 +95,10 @@ def expressions() -> Iterator[str]:
 @pytest.fixture
 def told(tmp_path: Path) -> Iterator[set[str]]:
     """The names of the metrics that our processes tell."""
-    from engine.serving.gateway import admission, call, forwarding, meter
+    from engine.serving.gateway import call, forwarding, gateway, meter
     from engine.serving.residency.load_metrics import LoadMetrics
 
-    assert all((admission, call, forwarding, meter))
+    assert all((call, forwarding, gateway, meter))
     params = Params(state_dir=tmp_path / "state")
     migrate(params.paths.catalog_url)
     controller = Controller(params, "test")
