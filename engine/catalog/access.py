@@ -7,7 +7,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,10 +140,13 @@ class Access:
         options: dict[str, Any] = {"isolation_level": None, "check_same_thread": False}
         self._reader = sqlite3.connect(self.label, **options) if self.is_sqlite else None
         self._reading = threading.Lock()
+        # What ends first when this does, such as a gateway's watch on commits.
+        self.ending = ExitStack()
         self.schema = self._checked_schema()
 
     def close(self) -> None:
         """Close all connections."""
+        self.ending.close()
         if self._reader:
             self._reader.close()
         self.engine.dispose()

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, Self
 
 from filelock import FileLock
-from sqlalchemy import extract, func, select
+from sqlalchemy import Column, extract, func, select
 from sqlalchemy.exc import OperationalError
 
 from engine.catalog import tables
@@ -173,12 +173,17 @@ class Catalog:
     @cached_property
     def id(self) -> str:
         """Return the catalog's own id, by which a store names its owner."""
-        return str(self.access.scalar(select(tables.catalog.c.id)))
+        return self._own(tables.catalog.c.id)
 
     @cached_property
     def secret(self) -> bytes:
         """The installation's secret, with which gateways hash units and ids."""
-        return str(self.access.scalar(select(tables.catalog.c.secret))).encode()
+        return self._own(tables.catalog.c.secret).encode()
+
+    def _own(self, column: Column[str]) -> str:
+        # A catalog without this row is damaged, and has no secret that may be made up.
+        with self.access.read() as connection:
+            return connection.execute(select(column)).scalar_one()
 
     @property
     def is_file(self) -> bool:

@@ -49,8 +49,8 @@ class LineFile:
         try:
             written = os.write(self._file, line)
             if written != len(line):
-                said = f"No space left: the disk took {written} of {len(line)} bytes of an event"
-                raise OSError(errno.ENOSPC, said, str(self.path))
+                said = f"No space left on device: it took {written} of {len(line)} bytes of an event"
+                raise OSError(errno.ENOSPC, said)
         except OSError:
             # A torn line would corrupt the next event.
             os.ftruncate(self._file, self.size)

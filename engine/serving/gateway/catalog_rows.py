@@ -16,10 +16,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import finalize
 
 from engine.catalog.catalog import Catalog
 from engine.catalog.waits import ANSWER_S, limit_waits
@@ -51,7 +49,7 @@ class RowCache:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._rows: OrderedDict[Hashable, tuple[int, Any]] = OrderedDict()
         # Since when a changed row could not be read again.
         self._unread: dict[Hashable, float] = {}
@@ -78,16 +76,13 @@ class RowCache:
             self._rows.move_to_end(key)
             self._unread.pop(key, None)
             if len(self._rows) > self._most:
-                self._drop(next(iter(self._rows)))
+                self.drop(next(iter(self._rows)))
 
     def drop(self, key: Hashable) -> None:
         """Remove a row, if it is cached."""
         with self._lock:
-            self._drop(key)
-
-    def _drop(self, key: Hashable) -> None:
-        self._rows.pop(key, None)
-        self._unread.pop(key, None)
+            self._rows.pop(key, None)
+            self._unread.pop(key, None)
 
     def fail(self, key: Hashable, kept: tuple[int, Any], now: float) -> None:
         """Record that a cached row, which `get` returned, could not be read again; the first time counts.
@@ -132,6 +127,13 @@ class CommitWatch:
         self._header = b""
         self._commits = -1
 
+    def close(self) -> None:
+        """Close the connection."""
+        if self._index is not None:
+            os.close(self._index)
+        self._index, self._header = None, b""
+        self.connection.close()
+
     def commits(self) -> int:
         """Return a number that changes when another connection commits.
 
@@ -148,7 +150,6 @@ class CommitWatch:
             # The connection has it open now, so that nobody removes it.
             if mode == "wal" and self._index_path.exists():
                 self._index = os.open(self._index_path, os.O_RDONLY)
-                finalize(self, os.close, self._index)
         return self._commits
 
 
@@ -166,6 +167,8 @@ class CatalogRows:
     def __init__(self, catalog: Catalog, most: int = LEAST_ROWS, clock: Callable[[], float] = time.monotonic):
         self._changes, self._is_file, self._label = catalog.changes, catalog.is_file, catalog.access.label
         self.watch = CommitWatch(self._label) if self._is_file else None
+        if self.watch:
+            catalog.access.ending.callback(self.watch.close)
         self.clock = clock
         self._most = most
         self._rows, self._absent = RowCache(most), RowCache(ABSENT_ROWS)
@@ -188,9 +191,8 @@ class CatalogRows:
         # The newest look failed, or has taken too long already.
         self._fails = False
         self._looking, self._here = threading.Lock(), _Here()
-        limit = (ANSWER_S,)
-        self._looks = ThreadPoolExecutor(1, "graftwork-look", limit_waits, limit)
-        self._reads = ThreadPoolExecutor(THREADS, "graftwork-read", limit_waits, limit)
+        self._looks = ThreadPoolExecutor(1, "graftwork-look", limit_waits, (ANSWER_S,))
+        self._reads = ThreadPoolExecutor(THREADS, "graftwork-read", limit_waits, (ANSWER_S,))
         self._under_way: asyncio.Future[None] | None = None
 
     def __contains__(self, key: Hashable) -> bool:
@@ -215,9 +217,7 @@ class CatalogRows:
         """Return what a call returns that waits for the catalog."""
         # Its log lines have the request's id.
         context = contextvars.copy_context()
-        return await asyncio.get_running_loop().run_in_executor(
-            self._reads, partial(context.run, call, *args)
-        )
+        return await asyncio.get_running_loop().run_in_executor(self._reads, context.run, call, *args)
 
     def refuse_on_loop(self) -> None:
         """Raise `Unread` where this thread may not wait for the catalog."""

@@ -2,7 +2,7 @@
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -23,13 +23,6 @@ def writer(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[sqlite3.C
         yield connection
 
 
-@contextmanager
-def watching(root: Path) -> Iterator[CommitWatch]:
-    watch = CommitWatch(str(root / "catalog.db"))
-    with closing(watch.connection):
-        yield watch
-
-
 def queries(watch: CommitWatch) -> list[str]:
     """Return the list to which the watch's queries are added."""
     found: list[str] = []
@@ -38,7 +31,7 @@ def queries(watch: CommitWatch) -> list[str]:
 
 
 def test_each_commit_changes_the_number(tmp_path: Path, writer: sqlite3.Connection) -> None:
-    with watching(tmp_path) as watch:
+    with closing(CommitWatch(str(tmp_path / "catalog.db"))) as watch:
         seen = [watch.commits()]
         for number in range(50):
             writer.execute("INSERT INTO rows VALUES (?)", (number,))
@@ -54,7 +47,7 @@ def test_each_commit_changes_the_number(tmp_path: Path, writer: sqlite3.Connecti
 def test_where_nobody_commits_nothing_is_queried(tmp_path: Path) -> None:
     with (
         closing(opened(tmp_path / "catalog.db", "wal")) as writer,
-        watching(tmp_path) as watch,
+        closing(CommitWatch(str(tmp_path / "catalog.db"))) as watch,
     ):
         for _ in range(2):
             watch.commits()
@@ -74,7 +67,7 @@ def test_the_index_of_another_database_is_none(tmp_path: Path) -> None:
     (tmp_path / "catalog.db-shm").write_bytes(bytes(32768))
     with (
         closing(opened(tmp_path / "catalog.db", "delete")) as writer,
-        watching(tmp_path) as watch,
+        closing(CommitWatch(str(tmp_path / "catalog.db"))) as watch,
     ):
         before = [watch.commits() for _ in range(3)][-1]
         writer.execute("INSERT INTO rows VALUES (1)")
@@ -84,8 +77,6 @@ def test_the_index_of_another_database_is_none(tmp_path: Path) -> None:
 def test_after_its_end_it_says_so(tmp_path: Path, writer: sqlite3.Connection) -> None:
     watch = CommitWatch(str(tmp_path / "catalog.db"))
     watch.commits()
-    watch.connection.close()
-    # What the header says that it has seen before needs no query.
-    writer.execute("INSERT INTO rows VALUES (1)")
+    watch.close()
     with pytest.raises(sqlite3.ProgrammingError):
         watch.commits()

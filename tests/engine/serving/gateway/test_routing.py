@@ -252,7 +252,7 @@ def test_a_gateway_that_gets_no_cpu_for_a_second_is_not_blind(catalog, monkeypat
 
 def test_a_gateway_that_has_never_read_refuses(catalog, monkeypatch):
     router = Router(catalog, "tiny", "base")
-    router.rows.watch.connection.close()
+    router.rows.watch.close()
     with pytest.raises(ServiceError, match="cannot be read"):
         router.resolve("sums", "ann")
 
