@@ -132,7 +132,7 @@ class UsageLog:
             self.flush()
         holds = self._held.reserve(request, budgets)
         try:
-            number = self._append(ADMITTED, *request)
+            number = self._append_line(ADMITTED, *request)
         except OSError:
             self._held.end(holds, request.reserved, 0)
             raise
@@ -165,7 +165,7 @@ class UsageLog:
         self._held.end(entry.holds, reserved, reserved if used is None else sum(used))
         self._note(entry, ENDED, entry.request.revision, status, used)
 
-    def _append(self, kind: str, *fields: object) -> int:
+    def _append_line(self, kind: str, *fields: object) -> int:
         """Write a line to the journal; return its number. Raises `OSError`; nothing is then written."""
         self._journal.append(orjson.dumps((self._last + 1, kind, *fields), option=orjson.OPT_APPEND_NEWLINE))
         self._last += 1
@@ -174,7 +174,7 @@ class UsageLog:
     def _note(self, entry: UsageEntry, kind: str, *fields: object) -> None:
         self._changed[entry.number] = entry
         try:
-            self._append(kind, entry.number, entry.row, *fields)
+            self._append_line(kind, entry.number, entry.row, *fields)
         except OSError as error:
             # The database is told of it soon; until then a kill of the process counts it as reserved.
             log.warning("The journal of usage cannot be written: %s", error)

@@ -125,12 +125,15 @@ def import_file(
                 heapq.heappush(smallest, (-int.from_bytes(digest, "big"), number, row))
                 if len(smallest) > items:
                     heapq.heappop(smallest)
-            else:
-                is_trained = not validated or not is_held_out(digest, HELD_OUT + VALIDATED)
-                kept += is_trained
+            elif validated and is_held_out(digest, HELD_OUT + VALIDATED):
                 line = row.to_json().encode() + b"\n"
                 state.update(line)
-                (validated if validated and not is_trained else output).write(line)
+                validated.write(line)
+            else:
+                kept += 1
+                line = row.to_json().encode() + b"\n"
+                state.update(line)
+                output.write(line)
         seen.close()
     on_line(lines)
     if min(kept, len(smallest)) < MINIMUM:

@@ -224,7 +224,7 @@ class ResidentBase:
         return nullcontext()
 
     def rounds(self, pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
-        """Yield the pieces of one adapter that `learn` takes at a time: one, as full as a pass can be."""
+        """Yield the pieces that are computed at a time: one, as full as a pass can be."""
         return ([piece] for piece in pieces)
 
     def learn(
