@@ -103,11 +103,7 @@ class Ambiguous(Conflict):
 
 
 class Purged(Conflict):
-    """Some of the revisions to publish belong to purged policies; `policies` has their names."""
-
-    def __init__(self, message: str, policies: tuple[str, ...] = ()):
-        super().__init__(message)
-        self.policies = policies
+    """Some of the revisions to publish belong to purged policies."""
 
 
 class Moved(Conflict):

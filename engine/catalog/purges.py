@@ -89,9 +89,7 @@ class Purges(CatalogPart):
 def refuse_purged(connection: Connection, policies: Collection[str]) -> None:
     """Raise `Purged` when some of these policies were purged and not created again."""
     if purged := sorted(_gone(connection, policies)):
-        raise Purged(
-            f"Policy {purged[0]!r} was purged. Create it again to publish revisions of it.", tuple(purged)
-        )
+        raise Purged(f"Policy {purged[0]!r} was purged. Create it again to publish revisions of it.")
 
 
 def _gone(connection: Connection, policies: Collection[str]) -> set[str]:

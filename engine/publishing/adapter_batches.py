@@ -6,8 +6,9 @@ Shapes: N adapters, D elements of an adapter, B bytes of a packed one.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,27 +17,31 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from engine.adapters import packed
-from engine.adapters.revision import Shapes, digest_header, is_finite, largest_rank, targets_of, validate
+from engine.adapters.revision import digest_header, is_finite, largest_rank, targets_of, validate
 from engine.base.families import BaseShapes
 from engine.errors import AdapterError
 
 
 @dataclass(frozen=True, eq=False)
 class BatchForm:
-    """What adapters of the same shapes share. `keys` are sorted; `nbytes` is of one adapter's tensors."""
+    """What adapters of the same shapes share; `keys` are sorted."""
 
     keys: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
     dtype: torch.dtype
     rank: int
-    nbytes: int
     header: bytes
     layout: packed.PackedLayout
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """Return the elements of each tensor."""
         return [shape.numel() for shape in self.shapes]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Return the bytes of one adapter's tensors."""
+        return sum(self.sizes) * self.dtype.itemsize
 
     def first_fault(self, values_D: Tensor) -> str:
         """Return the message that names the first tensor of an adapter with NaN or Inf."""
@@ -70,33 +75,32 @@ class BatchForm:
 
 
 def form_of(
-    tensors: Mapping[str, Tensor], base: BaseShapes, modules: Shapes, base_digest: str, dtype: torch.dtype
+    names: Sequence[str],
+    shapes: Sequence[torch.Size],
+    dtypes: Sequence[torch.dtype],
+    base: BaseShapes,
+    base_digest: str,
+    dtype: torch.dtype,
 ) -> BatchForm:
-    """Return the form of an adapter, checked by names, shapes and dtypes but not by values.
+    """Return the form of adapters whose tensors have these names, shapes and dtypes, in the names' order.
 
-    `modules` is `base.modules()`. Raises `AdapterError` as `revision.validate` does, and when the adapter is
-    not in the serving `dtype`.
+    Raises `AdapterError` as `revision.validate` does, and when they are not in the serving `dtype`.
     """
-    dtypes = {tensor.dtype for tensor in tensors.values()}
-    if len(dtypes) == 1 and dtypes != {dtype}:
+    if len(set(dtypes)) == 1 and dtypes[0] != dtype:
         raise AdapterError(
-            f"The adapter is in {_name(dtypes.pop())}, the engine serves {_name(dtype)}. Convert it, or set "
+            f"The adapter is in {_name(dtypes[0])}, the engine serves {_name(dtype)}. Convert it, or set "
             "`engine.dtype`."
         )
-    keys = tuple(sorted(tensors))
     # Expanded zeros: no memory, and no values that could fail, so that only names and shapes are checked.
-    empty = {key: torch.zeros((), dtype=dtype).expand(tensors[key].shape) for key in keys}
-    validate({key: value.to(tensors[key].dtype) for key, value in empty.items()}, None, modules)
-    rank = largest_rank(empty)
-    return BatchForm(
-        keys=keys,
-        shapes=tuple(value.shape for value in empty.values()),
-        dtype=dtype,
-        rank=rank,
-        nbytes=sum(value.numel() for value in empty.values()) * dtype.itemsize,
-        header=digest_header(empty, rank, targets_of(keys), base_digest),
-        layout=packed.pack(empty, dtype, base.fused).layout,
-    )
+    tensors = {
+        name: torch.zeros((), dtype=one).expand(shape)
+        for name, shape, one in zip(names, shapes, dtypes, strict=True)
+    }
+    validate(tensors, None, base.modules())
+    rank = largest_rank(tensors)
+    header = digest_header(tensors, rank, targets_of(names), base_digest)
+    layout = packed.pack(tensors, dtype, base.fused).layout
+    return BatchForm(tuple(names), tuple(shapes), dtype, rank, header, layout)
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

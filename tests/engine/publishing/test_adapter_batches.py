@@ -9,7 +9,7 @@ from engine.adapters import packed, revision
 from engine.adapters.revision import validate
 from engine.base.families import BaseShapes
 from engine.errors import AdapterError
-from engine.publishing.adapter_batches import flatten, form_of
+from engine.publishing.adapter_batches import BatchForm, flatten, form_of
 from tests.helpers import made_adapters
 
 BASE = "ba" * 32
@@ -25,6 +25,12 @@ def alone(tensors: dict, base: BaseShapes, dtype: torch.dtype) -> tuple[str, pac
     targets = {key.rpartition(".lora_")[0].rpartition(".")[2] for key in tensors}
     rank = max(tensor.shape[0] for key, tensor in tensors.items() if key.endswith("lora_A"))
     return revision.digest(tensors, rank, targets, BASE), packed.pack(tensors, dtype, base.fused)
+
+
+def form_alone(tensors: dict, base: BaseShapes, dtype: torch.dtype) -> BatchForm:
+    names = sorted(tensors)
+    shapes, dtypes = ([getattr(tensors[name], one) for name in names] for one in ("shape", "dtype"))
+    return form_of(names, shapes, dtypes, base, BASE, dtype)
 
 
 def rows_of(adapters: list[dict]) -> torch.Tensor:
@@ -50,7 +56,7 @@ def test_digests_and_bytes_are_those_of_one_at_a_time(model_type, dtype, count, 
         return {key: torch.randn(size, generator=generator).to(dtype) for key, size in sizes.items()}
 
     adapters = [made(seed) for seed in range(count)]
-    form = form_of(adapters[0], base, base.modules(), BASE, dtype)
+    form = form_alone(adapters[0], base, dtype)
     values_ND = rows_of(adapters)
     made_ones = zip(adapters, form.digests(values_ND), form.pack(values_ND), strict=True)
     for one, digest, payload in made_ones:
@@ -66,7 +72,7 @@ def test_the_first_tensor_with_no_number_is_named(bad: float, dtype: torch.dtype
     good, spoiled = adapter(1, dtype=dtype), adapter(2, dtype=dtype)
     key = sorted(spoiled)[3]
     spoiled[key][-1, -1] = bad
-    form = form_of(good, DENSE, DENSE.modules(), BASE, dtype)
+    form = form_alone(good, DENSE, dtype)
     with pytest.raises(AdapterError) as alone:
         validate(spoiled, None, DENSE.modules())
     assert form.first_fault(rows_of([spoiled])[0]) == str(alone.value)
@@ -87,7 +93,7 @@ def test_what_does_not_fit_is_refused_as_alone():
         with pytest.raises(AdapterError) as alone:
             validate(one, None, DENSE.modules())
         with pytest.raises(AdapterError) as many:
-            form_of(one, DENSE, DENSE.modules(), BASE, torch.float32)
+            form_alone(one, DENSE, torch.float32)
         assert str(many.value) == str(alone.value), name
     with pytest.raises(AdapterError, match=r"float32.*bfloat16"):
-        form_of(tensors, DENSE, DENSE.modules(), BASE, torch.bfloat16)
+        form_alone(tensors, DENSE, torch.bfloat16)

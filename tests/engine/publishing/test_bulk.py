@@ -177,11 +177,11 @@ def test_bytes_that_move_meanwhile_are_found_again(
 ):
     add, calls = catalog.revisions.add_many, []
 
-    def moved_once(rows, shared=()):
+    def moved_once(rows, *more):
         calls.append(len(rows))
         if len(calls) == 1:
             raise Moved("The bytes were moved.")
-        return add(rows, shared)
+        return add(rows, *more)
 
     monkeypatch.setattr(catalog.revisions, "add_many", moved_once)
     found = register(catalog, store, [Entry("one", adapter(seed)) for seed in range(3)])
@@ -351,9 +351,9 @@ def test_batches_are_bounded_whatever_comes(catalog: Catalog, store: Store, monk
     monkeypatch.setattr(bulk, "BATCH", 8)
     add, sizes, ahead, done = catalog.revisions.add_many, [], [], 0
 
-    def recorded(batch, shared=()):
+    def recorded(batch, *more):
         sizes.append(len(batch))
-        return add(batch, shared)
+        return add(batch, *more)
 
     monkeypatch.setattr(catalog.revisions, "add_many", recorded)
 
