@@ -12,7 +12,7 @@
     ├── Conflict                 6  409  another holder has the lease or the name, or the version has changed
     │   ├── Ambiguous            6  409  several names start with the prefix; carries `candidates`
     │   ├── Moved                6  409  bytes to be shared have moved in the store
-    │   ├── Purged               6  409  some of the policies were purged; carries `policies`
+    │   ├── Purged               6  409  some of the policies were purged
     │   └── Cancelled            6  409  the operation was cancelled
     ├── Gone                     1  410  the pinned revision is no longer served
     └── ServiceError             7  503  a service is down, full, or answered with an error

@@ -45,8 +45,8 @@ MANY = 20_000
 DIGEST = re.compile(r"[0-9a-f]{64}")
 SHAPE, DTYPE = attrgetter("shape"), attrgetter("dtype")
 Places = dict[str, "Location"]
-# Returns the form of adapters with these names, shapes and dtypes.
-Form = Callable[[tuple[str, ...], tuple[torch.Size, ...], tuple[torch.dtype, ...]], BatchForm]
+# Returns the form of adapters with these names, shapes and dtypes, or why there is none.
+Form = Callable[[tuple[str, ...], tuple[torch.Size, ...], tuple[torch.dtype, ...]], BatchForm | str]
 
 
 class Entry(NamedTuple):
@@ -107,9 +107,17 @@ def register_many(
     entries may be given again.
     """
     claim(catalog, store)
-    form: Form = lru_cache(FORMS)(
-        lambda names, shapes, dtypes: form_of(names, shapes, dtypes, base, base_digest, dtype)
-    )
+
+    # A refusal is kept, too: to check an unfit adapter takes longer than to register a fit one.
+    @lru_cache(FORMS)
+    def form(
+        names: tuple[str, ...], shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...]
+    ) -> BatchForm | str:
+        try:
+            return form_of(names, shapes, dtypes, base, base_digest, dtype)
+        except AdapterError as error:
+            return str(error)
+
     registration = Registration(catalog, store, base_digest, owner, now)
     count = 0
     try:
@@ -166,7 +174,10 @@ def admitted(entry: Entry, form_of_shapes: Form) -> tuple[BatchForm, Tensor]:
         shapes, dtypes = tuple(map(SHAPE, tensors)), tuple(map(DTYPE, tensors))
     except (TypeError, AttributeError):
         raise AdapterError("The entry's tensors must be a dict of tensors by their names.") from None
-    return form_of_shapes(names, shapes, dtypes), flatten(tensors)
+    form = form_of_shapes(names, shapes, dtypes)
+    if isinstance(form, str):
+        raise AdapterError(form)
+    return form, flatten(tensors)
 
 
 def packed(groups: dict[BatchForm, Group], refused: list[Registered]) -> Batch:
