@@ -142,7 +142,12 @@ class UsageLog:
         return entry
 
     def note_beginning(self, entry: UsageEntry) -> None:
-        """Record that the beginning of a stream was sent: no proxy asks another engine for it any more."""
+        """Record that the beginning of a stream was sent: no proxy asks another engine for it any more.
+
+        Of a request that has ended it says nothing new.
+        """
+        if entry.has_ended:
+            return
         entry.request = entry.request._replace(repeated=0)
         self._note(entry, BEGUN)
 

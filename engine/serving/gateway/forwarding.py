@@ -5,6 +5,7 @@ client did not ask. vLLM's errors are put into the form of the API that was call
 before its first byte nothing is sent: another call answers in its place.
 """
 
+import asyncio
 from collections.abc import Awaitable
 from contextlib import nullcontext
 from functools import cache
@@ -196,7 +197,9 @@ def begin(call: Call, start: Message) -> Awaitable[None]:
 async def begin_stream(call: Call, start: Message) -> None:
     """Send the beginning of a stream, and then have the meter know."""
     await call.send(start)
-    call.state.meter.note_beginning(call)
+    # The connection sends it with the first piece, or in the event loop's next turn. A kill before that has a
+    # proxy ask another engine, where it is billed.
+    asyncio.get_running_loop().call_soon(call.state.meter.note_beginning, call)
 
 
 def is_fault(status: int) -> bool:

@@ -308,6 +308,15 @@ def test_what_a_proxy_asks_elsewhere_is_billed_there_alone(tmp_path: Path) -> No
     assert spent(tmp_path)["tenant:acme", periods(NOON)[0]] == (10, 0)
 
 
+def test_a_stream_whose_beginning_is_noted_after_its_end_counts_once(log: UsageLog, tmp_path: Path) -> None:
+    entry = log.admit(asked(1)._replace(repeated=1))
+    log.settle(entry, 200, (1, 2))
+    log.flush()
+    log.note_beginning(entry)
+    log.flush()
+    assert totals(tmp_path) == (1, 1, 2, 0)
+
+
 def test_a_running_gateways_requests_stay_open(log: UsageLog, tmp_path: Path) -> None:
     entry = log.admit(asked(1))
     with closing(connect(tmp_path / "usage.db")) as connection:
