@@ -24,7 +24,7 @@ from engine.errors import AdapterError
 
 @dataclass(frozen=True, eq=False)
 class BatchForm:
-    """What adapters of the same shapes share; `keys` are sorted."""
+    """What adapters of the same shapes share; `keys` are in the order in which values are hashed, sorted."""
 
     keys: tuple[str, ...]
     shapes: tuple[torch.Size, ...]

@@ -329,6 +329,24 @@ def test_a_policy_that_is_purged_meanwhile_stops_no_other(catalog: Catalog, stor
     assert catalog.revisions.page("two") == []
 
 
+def test_a_policy_that_is_purged_while_its_batch_is_committed_stops_no_other(
+    catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    add = catalog.revisions.add_many
+
+    def purged_first(rows, *more):
+        monkeypatch.undo()
+        catalog.purges.run("two", "ann", NOW)
+        return add(rows, *more)
+
+    monkeypatch.setattr(catalog.revisions, "add_many", purged_first)
+    found = register(catalog, store, [Entry(name, adapter(1)) for name in ("one", "two", "one")])
+    assert [one.refused is None for one in found] == [True, False, True]
+    assert "'two' was purged" in str(found[1].refused)
+    assert len(catalog.revisions.page("one")) == 1
+    assert catalog.revisions.page("two") == []
+
+
 def test_a_long_run_leaves_no_long_log(
     sqlite_catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
 ):
