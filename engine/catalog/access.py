@@ -130,11 +130,8 @@ class Access:
         self.single = self.engine.execution_options(single=True)
         self._writer = self.engine.execution_options(write=True)
         # Queries of one transaction see one snapshot: always so in SQLite.
-        self.moment = (
-            self.engine
-            if self.is_sqlite
-            else self.engine.execution_options(isolation_level="REPEATABLE READ")
-        )
+        level: dict[str, Any] = {} if self.is_sqlite else {"isolation_level": "REPEATABLE READ"}
+        self.moment = self.engine.execution_options(**level)
         self._dialect: Any = sqlite if self.is_sqlite else postgresql
         self.mark = "?" if self.is_sqlite else "%s"
         options: dict[str, Any] = {"isolation_level": None, "check_same_thread": False}

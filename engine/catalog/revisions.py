@@ -4,7 +4,7 @@ A revision's row is the commit point of its bytes. Lists are paged by key, so th
 rows.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from itertools import chain, compress
 from typing import Any
@@ -79,11 +79,9 @@ class Revisions:
                 refuse_purged(connection, {row.policy for row in rows})
             for layout in layouts:
                 connection.execute(self._access.put(tables.layouts, layout))
-            borrowed = [(row, value) for row, value in zip(rows, values, strict=True) if row.digest in shared]
-            named = _places_of(connection, {value[1] for _, value in borrowed})
-            for row, value in borrowed:
-                if (value[1], *value[SEGMENT : SEGMENT + 2]) not in named:
-                    raise moved(row.policy, row.digest)
+            if shared:
+                borrowed = [value for row, value in zip(rows, values, strict=True) if row.digest in shared]
+                refuse_moved(connection, borrowed)
             is_new = self._insert(connection, values)
             if any_held:
                 # A quarantine left by a deleted row says nothing about these bytes.
@@ -186,17 +184,15 @@ def marks(connection: Connection) -> tuple[bool, bool]:
     return any_purged, any_held
 
 
-def moved(policy: str, digest: str) -> Moved:
-    """Return the error for a revision whose shared bytes have moved."""
-    return Moved(
-        f"The bytes that {served_name(policy, digest)} was to share have moved. Register the revision again."
-    )
-
-
-def _places_of(connection: Connection, digests: Iterable[bytes]) -> set[tuple[Any, ...]]:
-    """Return (digest, segment, offset) of the bytes that rows of these digests name."""
+def refuse_moved(connection: Connection, borrowed: Sequence[tuple[Any, ...]]) -> None:
+    """Raise `Moved` where no row names the bytes any more that one of these rows shares."""
     query = select(table.digest, table.segment, table.offset).distinct()
-    return {tuple(row) for row in tables.rows_among(connection, query, table.digest, sorted(digests))}
+    digests = sorted({value[1] for value in borrowed})
+    named = {tuple(row) for row in tables.rows_among(connection, query, table.digest, digests)}
+    for value in borrowed:
+        if (value[1], *value[SEGMENT : SEGMENT + 2]) not in named:
+            name = served_name(value[0], value[1].hex())
+            raise Moved(f"The bytes that {name} was to share have moved. Register the revision again.")
 
 
 def publish_again(connection: Connection, rows: Sequence[Revision]) -> None:

@@ -85,7 +85,7 @@ class ResidentBase:
         if self.shapes.experts:
             assert slot_experts, "this base has routed experts"
             self.slotted |= {name: self._slot(name, slot_experts) for name in self.shapes.experts}
-        self.replay = Replay(self.model, self.shapes)
+        self.replay, self.has_routers = Replay(self.model, self.shapes), bool(self.shapes.experts)
 
     def _load(self, path: Path, dtype: torch.dtype) -> Any:
         """Return the model on the device."""
@@ -152,7 +152,8 @@ class ResidentBase:
 
     @contextmanager
     def _switched(self, parts: Sequence[Part]) -> Iterator[None]:
-        self.replay.forget()
+        if self.has_routers:
+            self.replay.forget()
         for name, slotted in self.slotted.items():
             slotted.switch(name, parts)
         try:
@@ -160,7 +161,8 @@ class ResidentBase:
         finally:
             for name, slotted in self.slotted.items():
                 slotted.switch(name, ())
-            self.replay.lay((), self.device)
+            if self.has_routers:
+                self.replay.lay((), self.device)
 
     def pack(self, parts: Sequence[Sequence[TokenRow]]) -> Stream:
         """Return rows of several adapters as one stream for `logprobs` under `using_many`."""
@@ -185,14 +187,16 @@ class ResidentBase:
         if not isinstance(rows, Stream):
             return self.hidden(self.pack([rows])) if self.packs else self._padded(rows)
         stream = rows
-        self.replay.lay(stream.routes, self.device)
+        if self.has_routers:
+            self.replay.lay(stream.routes, self.device)
         output = self.model.get_decoder()(
             stream.tokens[None],
             position_ids=stream.positions[None],
             use_cache=False,
             layout=stream.layout,
         )
-        self.replay.count(stream.before)
+        if self.has_routers:
+            self.replay.count(stream.before)
         return output.last_hidden_state[0].index_select(0, stream.before), stream.chosen
 
     def _padded(self, rows: Sequence[TokenRow]) -> tuple[Tensor, Tensor]:
@@ -209,9 +213,11 @@ class ResidentBase:
             )
         )
         decoder = self.model.get_decoder()
-        self.replay.lay(((row.routes, width) for row in rows), self.device)
+        if self.has_routers:
+            self.replay.lay(((row.routes, width) for row in rows), self.device)
         hidden_BSH = decoder(tokens_BS.to(self.device), use_cache=False).last_hidden_state
-        self.replay.count(before_T)
+        if self.has_routers:
+            self.replay.count(before_T)
         return hidden_BSH.flatten(0, 1).index_select(0, before_T), chosen_T
 
     @property
@@ -252,7 +258,7 @@ class ResidentBase:
                 base_parts = self.logprobs(rows).split(sizes)
         with switched:
             new_T, entropy_T = self.logprobs_and_entropy(rows)
-            routed = self.replay.take()
+            routed = self.replay.take() if self.has_routers else (0, 0)
             parts_of_rows = zip(new_T.split(sizes), entropy_T.split(sizes), base_parts, strict=True)
             gradient_T = torch.cat([*judge([(*values, routed) for values in parts_of_rows])])
             # Where no token teaches, the backward pass would add zeros.

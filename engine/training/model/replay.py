@@ -72,13 +72,10 @@ class Replay:
             )
 
     def lay(self, pieces: Iterable[tuple[Tensor | None, int]], device: torch.device) -> None:
-        """Set the ids of the next forward pass; a piece is (ids of its first tokens, number of tokens).
-
-        A base without experts has none.
-        """
+        """Set the ids of the next forward pass; a piece is (ids of its first tokens, number of tokens)."""
         parts = list(pieces)
         self._routes_TLK = None
-        if self.experts and any(routes is not None for routes, _ in parts):
+        if any(routes is not None for routes, _ in parts):
             nothing = torch.empty(0, *self.shape, dtype=torch.long)
             rows = [(nothing if routes is None else routes[:count], count) for routes, count in parts]
             whole = [pad(ids, (0, 0, 0, 0, 0, count - len(ids)), value=UNKNOWN) for ids, count in rows]
