@@ -130,8 +130,9 @@ class Access:
         self.single = self.engine.execution_options(single=True)
         self._writer = self.engine.execution_options(write=True)
         # Queries of one transaction see one snapshot: always so in SQLite.
-        level: dict[str, Any] = {} if self.is_sqlite else {"isolation_level": "REPEATABLE READ"}
-        self.moment = self.engine.execution_options(**level)
+        self.moment = self.engine
+        if not self.is_sqlite:
+            self.moment = self.engine.execution_options(isolation_level="REPEATABLE READ")
         self._dialect: Any = sqlite if self.is_sqlite else postgresql
         self.mark = "?" if self.is_sqlite else "%s"
         options: dict[str, Any] = {"isolation_level": None, "check_same_thread": False}

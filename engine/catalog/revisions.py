@@ -185,7 +185,7 @@ def marks(connection: Connection) -> tuple[bool, bool]:
 
 
 def refuse_moved(connection: Connection, borrowed: Sequence[tuple[Any, ...]]) -> None:
-    """Raise `Moved` where no row names the bytes any more that one of these rows shares."""
+    """Raise `Moved` if one of these rows shares bytes that no row names any more."""
     query = select(table.digest, table.segment, table.offset).distinct()
     digests = sorted({value[1] for value in borrowed})
     named = {tuple(row) for row in tables.rows_among(connection, query, table.digest, digests)}

@@ -144,7 +144,7 @@ class UsageLog:
     def note_beginning(self, entry: UsageEntry) -> None:
         """Record that the beginning of a stream was sent: no proxy asks another engine for it any more.
 
-        Of a request that has ended it says nothing new.
+        Changes nothing once the request has ended.
         """
         if entry.has_ended:
             return

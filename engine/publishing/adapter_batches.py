@@ -24,7 +24,7 @@ from engine.errors import AdapterError
 
 @dataclass(frozen=True, eq=False)
 class BatchForm:
-    """What adapters of the same shapes share; `keys` are in the order in which values are hashed, sorted."""
+    """What adapters of the same shapes share; `keys` are sorted, the order in which values are hashed."""
 
     keys: tuple[str, ...]
     shapes: tuple[torch.Size, ...]

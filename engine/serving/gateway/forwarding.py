@@ -195,10 +195,10 @@ def begin(call: Call, start: Message) -> Awaitable[None]:
 
 
 async def begin_stream(call: Call, start: Message) -> None:
-    """Send the beginning of a stream, and then have the meter know."""
+    """Send the beginning of a stream; tell the meter once it has left."""
     await call.send(start)
-    # The connection sends it with the first piece, or in the event loop's next turn. A kill before that has a
-    # proxy ask another engine, where it is billed.
+    # `JoinedWrites` sends it with the first piece, or in the next turn of the loop, by a call queued before
+    # this one. If the gateway is killed before that, the proxy asks another one, which bills the stream.
     asyncio.get_running_loop().call_soon(call.state.meter.note_beginning, call)
 
 

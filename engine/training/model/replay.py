@@ -72,7 +72,10 @@ class Replay:
             )
 
     def lay(self, pieces: Iterable[tuple[Tensor | None, int]], device: torch.device) -> None:
-        """Set the ids of the next forward pass; a piece is (ids of its first tokens, number of tokens)."""
+        """Set the ids of the next forward pass; a piece is (ids of its first tokens, number of tokens).
+
+        Only for a base with experts.
+        """
         parts = list(pieces)
         self._routes_TLK = None
         if any(routes is not None for routes, _ in parts):

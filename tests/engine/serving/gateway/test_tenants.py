@@ -351,7 +351,7 @@ async def test_a_proxy_asks_elsewhere_until_the_first_byte_was_sent(
     world.state.settings = GatewayConfig(proxy_sets_id=True)
     told: list[int] = []
     await ask(world, is_stream, lambda message: told.extend(repeated_rows(world)))
-    # As its beginning is sent, as its first piece is, and after its end.
+    # As its beginning is sent, as its first piece is (a turn of the loop later), and after its end.
     assert [*told[:2], *repeated_rows(world)] == seen
 
 
